@@ -1,0 +1,103 @@
+"""Follows the forwards of one model: where each stands in its sequences, and whether every router ran exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.models.families import require_routers
+from moe_rl.records import RoutingError
+
+
+@dataclasses.dataclass
+class Call:
+    """One forward of the model: `past` columns lie in the cache, T new ones are computed."""
+
+    batch: int
+    past: int
+    width: int
+    valid_BT: Tensor | None
+    cache: Any
+    ran: dict[int, tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=dict)
+
+
+def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tokens = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None), None)
+    if tokens is None:
+        raise RoutingError("a forward without input_ids or inputs_embeds cannot be placed in a trace")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    past = int(cache.get_seq_length()) if cache is not None else 0
+    batch, width = tokens.shape[:2]
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return Call(batch, past, width, None, cache)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise RoutingError(
+            "routing needs a two-dimensional attention mask [B, T]: only that says which tokens are real"
+        )
+    return Call(batch, past, width, mask[:, past : past + width].bool(), cache)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class ForwardWatch:
+    """Follows the forwards of one model: which call runs, and whether each router ran exactly once in it."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.sites = model, require_routers(model)
+        self.call: Call | None = None
+        self.undo: list[Callable[[], Any]] = []
+        self.served = 0
+
+    def begin(self, call: Call) -> None: ...
+
+    def end(self, call: Call) -> None: ...
+
+    def install(self) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is self.model:
+                self.call = None
+                call = read_call(args, kwargs)
+                self.begin(call)
+                self.call = call
+
+        before.watch = self  # type: ignore[attr-defined]
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not self.model or self.call is None:
+                return
+            call, self.call = self.call, None
+            if output is not None:  # None: the forward raised
+                missing = [site.name for i, site in enumerate(self.sites) if i not in call.ran]
+                if missing:
+                    raise RoutingError(
+                        f"{len(missing)} of {len(self.sites)} routers fired 0 times in a forward ({missing[0]}, ...): "
+                        "a fused kernel or a skipped layer bypasses them (use_kernels?), so their routing is unknown"
+                    )
+                self.served += 1
+                self.end(call)
+
+        self.undo.append(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+        self.undo.append(self.model.register_forward_hook(after, always_call=True).remove)
+
+    def ran(self, layer: int, ids: Tensor, logits: Tensor | None = None) -> None:
+        assert self.call is not None
+        if layer in self.call.ran:
+            raise RoutingError(f"{self.sites[layer].name} fired twice in one forward; its routing is ambiguous")
+        self.call.ran[layer] = (ids, logits)
+
+    def outside(self, layer: int) -> RoutingError:
+        return RoutingError(
+            f"{self.sites[layer].name} ran outside a forward of the given {type(self.model).__name__}; "
+            "pass the model that you call (not its parent, its child or a compiled forward)"
+        )
+
+    def remove(self) -> None:
+        while self.undo:
+            self.undo.pop()()

@@ -1,0 +1,107 @@
+"""Where a transformers model routes: its router modules, found through the model's own declaration.
+
+A model class declares which module emits router logits; every instance of it below the model that is actually
+forwarded is a router, in order of execution. Routers choose with `torch.topk` over the experts, so one seam
+(`moe_rl.tracing`) serves nearly all families; those that it cannot serve are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
+
+from moe_rl.records import RoutingError
+
+# Router class -> why recording or replay would be wrong.
+REFUSED = {
+    "PhimoeTopKRouter": "it picks experts with two masked maxima and samples them in training, not with one top-k",
+    "DogeCDMoE": "its experts are product keys whose routing mixes tokens, so a token's choice is not its own",
+    "SwitchTransformersTop1Router": "it is an encoder-decoder router with capacity limits and one-hot masks",
+    "NllbMoeTop2Router": "it is an encoder-decoder router with capacity limits and one-hot masks",
+    "Ernie4_5_VLMoeMoeBlock": "it splits tokens by modality over two routers",
+}
+# Router class whose output does not hold (logits, gates, ids): the ids are taken from its top-k call instead.
+IDS_ONLY_IN_SELECTION = {"JetMoeTopKGating", "Llama4Router", "DbrxRouter", "ZayaRouter"}
+# Router class whose parent block makes the choice.
+CHOSEN_BY_PARENT = {"DbrxRouter"}
+
+_NUM_EXPERTS = ("num_router_classes", "n_routed_experts_total", "n_routed_experts", "num_experts", "num_local_experts")
+_TOP_K = ("top_k", "top_k_experts", "num_experts_per_tok", "moe_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSite:
+    """One router: its path, the module whose forward makes the choice, E, K, and whether its output holds the ids."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    top_k: int
+    ids_in_output: bool
+
+
+def find_routers(model: nn.Module) -> list[RouterSite]:
+    """The routers below `model`, in order of execution; [] for a dense model. RoutingError for a refused family."""
+    classes = _router_classes(model)
+    if not classes:
+        return []
+    modules = dict(model.named_modules())
+    sites = []
+    for name, module in modules.items():
+        if not isinstance(module, classes):
+            continue
+        kind = type(module).__name__
+        if kind in REFUSED:
+            raise RoutingError(
+                f"{type(model).__name__}: routing of {kind} cannot be recorded or replayed: {REFUSED[kind]}"
+            )
+        if kind in CHOSEN_BY_PARENT:
+            name = name.rpartition(".")[0]
+            module = modules[name]
+        num_experts = _find_int(module, _NUM_EXPERTS) or _find_int(getattr(module, "experts", None), _NUM_EXPERTS)
+        top_k = _find_int(module, _TOP_K)
+        if num_experts is None or top_k is None:
+            raise RoutingError(
+                f"{name} ({kind}) does not say how many experts it has and chooses; this family needs an entry in moe_rl/models/families.py"
+            )
+        sites.append(RouterSite(name, module, num_experts, top_k, kind not in IDS_ONLY_IN_SELECTION))
+    if len({site.top_k for site in sites}) > 1:
+        raise RoutingError(
+            f"{type(model).__name__} chooses different numbers of experts in different layers ({sorted({s.top_k for s in sites})}), which a trace cannot hold"
+        )
+    return sites
+
+
+def require_routers(model: nn.Module) -> list[RouterSite]:
+    """`find_routers`, or RoutingError for a dense model."""
+    sites = find_routers(model)
+    if not sites:
+        raise RoutingError(
+            f"{type(model).__name__} has no MoE layers, so there is no routing to record or replay; train it with arm.replay=none"
+        )
+    return sites
+
+
+def _router_classes(model: nn.Module) -> tuple[type, ...]:
+    classes: list[type] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            declared = _CAN_RECORD_REGISTRY.get(module).get("router_logits")
+            for entry in declared if isinstance(declared, list) else [declared]:
+                target = entry.target_class if isinstance(entry, OutputRecorder) else entry
+                if isinstance(target, type) and target not in classes:
+                    classes.append(target)
+    return tuple(classes)
+
+
+def _find_int(module: Any, names: tuple[str, ...]) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return None

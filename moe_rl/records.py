@@ -1,0 +1,204 @@
+"""The dataclasses that travel through the pipeline, and the legend of shapes.
+
+Suffixes of tensor names: B sequences · T tokens, prompt and response (left-padded prompt, right-padded response) ·
+L MoE layers · E experts of a layer · K experts chosen per token · N tokens of one router call, flattened · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RoutingError(RuntimeError):
+    """Routing that is missing, ambiguous or impossible. The message names the layers or values and what to do."""
+
+
+def id_dtype(num_experts: int) -> torch.dtype:
+    """Narrowest dtype that holds the ids 0..E-1 and supports the arithmetic needed: uint8 up to 256 experts, else int16."""
+    if not 1 <= num_experts <= 32767:
+        raise RoutingError(f"{num_experts} experts: expert ids are stored in at most 15 bits")
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingTrace:
+    """Which experts each token used in each MoE layer.
+
+    expert_ids_BTLK: uint8 or int16, in the router's own order. Meaningless where valid_BT is False: nothing may be
+        read there, and replay lets those tokens route live. An id is never a marker: 0 is an expert.
+    valid_BT: True where the routing is known.
+    layer_names: the L router modules' paths, in order of execution.
+    source: the pass that it was recorded in: rollout, old, new. update: gradient updates taken before that pass.
+    router_logits_BTLE: what the routers returned as logits, when asked for.
+    """
+
+    expert_ids_BTLK: Tensor
+    valid_BT: Tensor
+    layer_names: tuple[str, ...]
+    num_experts: int
+    source: str = ""
+    update: int = 0
+    router_logits_BTLE: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ids, valid = self.expert_ids_BTLK, self.valid_BT
+        if ids.dim() != 4 or valid.dtype != torch.bool or ids.shape[:2] != valid.shape:
+            raise RoutingError(
+                f"expert ids of shape {tuple(ids.shape)} do not fit a validity mask of shape {tuple(valid.shape)} {valid.dtype}"
+            )
+        if ids.shape[2] != len(self.layer_names):
+            raise RoutingError(f"expert ids have {ids.shape[2]} layers, {len(self.layer_names)} layer names are given")
+        if ids.dtype != id_dtype(self.num_experts):
+            raise RoutingError(
+                f"ids of {self.num_experts} experts are stored as {id_dtype(self.num_experts)}, not {ids.dtype}; use RoutingTrace.from_ids"
+            )
+
+    @classmethod
+    def from_ids(
+        cls,
+        expert_ids_BTLK: Tensor,
+        valid_BT: Tensor,
+        layer_names: Sequence[str],
+        num_experts: int,
+        source: str = "",
+        update: int = 0,
+    ) -> RoutingTrace:
+        """A trace from ids of any integer dtype, checked before they are narrowed (an id above 255 must not wrap)."""
+        known = expert_ids_BTLK[valid_BT]
+        _check_ids(known, layer_names, num_experts)
+        ids = expert_ids_BTLK.masked_fill(~valid_BT[:, :, None, None], 0).to(id_dtype(num_experts))
+        return cls(ids, valid_BT, tuple(layer_names), num_experts, source, update)
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids_BTLK.shape[3]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_names)
+
+    def check(self) -> None:
+        """Raise RoutingError when a valid row names an expert twice or one that does not exist."""
+        _check_ids(self.expert_ids_BTLK[self.valid_BT], self.layer_names, self.num_experts)
+
+    def __getitem__(self, rows: Tensor | slice) -> RoutingTrace:
+        """The trace of some sequences; `rows` indexes the batch."""
+        logits = self.router_logits_BTLE
+        return dataclasses.replace(
+            self,
+            expert_ids_BTLK=self.expert_ids_BTLK[rows],
+            valid_BT=self.valid_BT[rows],
+            router_logits_BTLE=None if logits is None else logits[rows],
+        )
+
+    def aligned_to(self, mask_BT: Tensor) -> RoutingTrace:
+        """The trace over the columns of `mask_BT`, valid only where that mask is True.
+
+        Columns that were never forwarded (the last sampled token) become invalid, never a made-up id.
+        """
+        B, T = mask_BT.shape
+        have_B, have_T = self.valid_BT.shape
+        if B != have_B or T < have_T:
+            raise RoutingError(f"a trace of {have_B} sequences x {have_T} columns does not fit a mask of {B} x {T}")
+
+        def widen(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor, tensor.new_zeros(B, T - have_T, *tensor.shape[2:])], 1) if T > have_T else tensor
+
+        logits = self.router_logits_BTLE
+        return dataclasses.replace(
+            self,
+            expert_ids_BTLK=widen(self.expert_ids_BTLK),
+            valid_BT=widen(self.valid_BT) & mask_BT.bool(),
+            router_logits_BTLE=None if logits is None else widen(logits),
+        )
+
+    @staticmethod
+    def cat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """Traces of equal width and layers, joined along the batch."""
+        first = traces[0]
+        for other in traces[1:]:
+            if other.layer_names != first.layer_names or other.num_experts != first.num_experts:
+                raise RoutingError("traces of different models cannot be joined")
+            if other.valid_BT.shape[1] != first.valid_BT.shape[1]:
+                raise RoutingError(
+                    f"traces of {first.valid_BT.shape[1]} and {other.valid_BT.shape[1]} columns cannot be joined; align them first"
+                )
+        logits = [trace.router_logits_BTLE for trace in traces if trace.router_logits_BTLE is not None]
+        return dataclasses.replace(
+            first,
+            expert_ids_BTLK=torch.cat([trace.expert_ids_BTLK for trace in traces]),
+            valid_BT=torch.cat([trace.valid_BT for trace in traces]),
+            router_logits_BTLE=torch.cat(logits) if len(logits) == len(traces) else None,
+        )
+
+
+def _check_ids(ids_NLK: Tensor, layer_names: Sequence[str], num_experts: int) -> None:
+    """ids_NLK: the known rows only."""
+    ids_NLK = ids_NLK.long()  # 256 does not fit into uint8, nor into a comparison with it
+    outside_L = ((ids_NLK < 0) | (ids_NLK >= num_experts)).any(-1).any(0)
+    ordered = ids_NLK.sort(-1).values
+    twice_L = (ordered[..., 1:] == ordered[..., :-1]).any(-1).any(0)
+    for wrong_L, what in (
+        (outside_L, f"an expert id outside 0..{num_experts - 1}"),
+        (twice_L, "the same expert twice in one row (zero-filled rows?)"),
+    ):
+        if wrong_L.any():
+            names = [layer_names[i] for i in wrong_L.nonzero().flatten().tolist()]
+            raise RoutingError(
+                f"{what} in {len(names)} of {len(layer_names)} layers ({names[0]}, ...); mark unknown rows invalid"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Sampled completions. Row order: the G completions of prompt 0, of prompt 1, ...
+
+    tokens_BT: prompts padded on the left, responses on the right. attention_BT: True on real tokens.
+    response_BT: True on response tokens, the end-of-sequence token included.
+    group_ids_B: index of the prompt. rollout_logprobs_BT: log mu of each response token, nats; 0 elsewhere.
+    rewards_B, exact_B: reward in [0, 1]; whether the completion is exactly right. truncated_B: hit the length limit.
+    routing: from the sampling passes, if the engine recorded it.
+    """
+
+    tokens_BT: Tensor
+    attention_BT: Tensor
+    response_BT: Tensor
+    group_ids_B: Tensor
+    rollout_logprobs_BT: Tensor
+    rewards_B: Tensor
+    exact_B: Tensor
+    truncated_B: Tensor
+    routing: RoutingTrace | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens_BT)
+
+    def __getitem__(self, rows: Tensor | slice) -> Rollouts:
+        """Some of the rollouts; every field follows, the routing too."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Rollouts(**{name: None if value is None else value[rows] for name, value in fields.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy loss sees. All [B, T] over shifted positions: column t predicts token t + 1.
+
+    logprobs_BT carry gradient, old_logprobs_BT do not (nats). mask_BT: 1 on response tokens. advantages_B: one a sequence.
+    """
+
+    logprobs_BT: Tensor
+    old_logprobs_BT: Tensor
+    mask_BT: Tensor
+    advantages_B: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """loss: scalar. clipped_BT: 1 where a response token's gradient was clipped away."""
+
+    loss: Tensor
+    clipped_BT: Tensor

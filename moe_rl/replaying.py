@@ -1,0 +1,191 @@
+"""replay(): recorded routing forced on a model, with everything but the choice of experts computed live.
+
+    with replay(model, trace):
+        loss(model(input_ids, attention_mask=attention_mask)).backward()
+
+Undone at the end of the block, after an exception too; touches nothing but the model that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.forwards import Call, ForwardWatch, in_backward
+from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.selection import Selection, around
+
+
+class Replay(ForwardWatch):
+    """What `replay` yields. `switch_to(trace)` sets the trace that the following forwards replay."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.trace: RoutingTrace | None = None
+        self.plan: _Plan | None = None
+        self.pending: list[weakref.ref[_Checkpointed]] = []
+        self.closed = False
+        for layer in range(len(self.sites)):
+            self._force(layer)
+
+    def switch_to(self, trace: RoutingTrace) -> None:
+        """Replay `trace` from the next forward on. A pending recomputation of an earlier forward keeps its own trace."""
+        names = tuple(site.name for site in self.sites)
+        if trace.layer_names != names:
+            raise RoutingError(
+                f"the trace has {trace.num_layers} layers ({', '.join(trace.layer_names[:2])}, ...), the model {len(names)} ({', '.join(names[:2])}, ...); they must be the same"
+            )
+        if trace.top_k != self.sites[0].top_k or trace.num_experts != max(site.num_experts for site in self.sites):
+            raise RoutingError(
+                f"the trace chooses {trace.top_k} of {trace.num_experts} experts, the model {self.sites[0].top_k} of {self.sites[0].num_experts}"
+            )
+        trace.check()
+        self.trace = trace
+
+    def begin(self, call: Call) -> None:
+        if self.trace is None:
+            raise RoutingError("a forward ran in the replay block before switch_to(trace)")
+        self.plan = _Plan.of(self.trace, call)
+
+    def end(self, call: Call) -> None:
+        self.plan = None
+
+    def _force(self, layer: int) -> None:
+        site = self.sites[layer]
+
+        def enter() -> Selection:
+            plan = self.plan
+            if plan is None:
+                if in_backward():
+                    raise RoutingError(
+                        f"{site.name} is recomputed by an activation checkpointing that replay does not know; use model.activation_checkpointing_enable()"
+                    )
+                raise self.outside(layer)
+            return Selection(site, plan.choice(layer), plan.valid_N)
+
+        def leave(selection: Selection | None, output: Any) -> None:
+            if self.call is not None:
+                self.ran(layer, output)
+
+        self.undo.extend(around(site, enter, leave))
+
+    def install(self) -> None:
+        super().install()
+        for module in self.model.modules():
+            original = vars(module).get("_gradient_checkpointing_func")
+            if original is not None:
+                module._gradient_checkpointing_func = self._remember_plan(original)  # type: ignore[assignment]
+                self.undo.append(
+                    lambda module=module, original=original: setattr(module, "_gradient_checkpointing_func", original)
+                )  # type: ignore[misc]
+
+    def _remember_plan(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint_with_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.plan is None:  # another model that carries this attribute, a deepcopy for instance
+                return checkpoint(function, *args, **kwargs)
+            bound = _Checkpointed(self, self.plan, function)
+            self.pending.append(weakref.ref(bound))
+            return checkpoint(bound, *args, **kwargs)
+
+        return checkpoint_with_plan
+
+    def close(self) -> None:
+        """Called at the regular end of the block."""
+        if self.served == 0:
+            raise RoutingError("replay was asked for, but no forward of the model ran in the block")
+        if self._backward_to_come():
+            gc.collect()
+            if self._backward_to_come():
+                raise RoutingError(
+                    "the replay block ends while a backward with activation checkpointing is still to come; call backward inside the block"
+                )
+
+    def _backward_to_come(self) -> bool:
+        alive = (reference() for reference in self.pending)
+        return any(bound is not None and bound.runs < 2 for bound in alive)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The forced ids of one forward: ids_LNK, and valid_N where they are known (None: everywhere)."""
+
+    ids_LNK: Tensor
+    valid_N: Tensor
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, call: Call) -> _Plan:
+        B, T = trace.valid_BT.shape
+        if call.batch != B or call.past + call.width > T:
+            raise RoutingError(
+                f"a forward of {call.batch} sequences up to column {call.past + call.width} does not fit a trace of {B} sequences x {T} columns; "
+                "select its rows with trace[rows] and widen it with trace.aligned_to(mask)"
+            )
+        columns = slice(call.past, call.past + call.width)
+        ids_LNK = trace.expert_ids_BTLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
+        return cls(ids_LNK, trace.valid_BT[:, columns].reshape(-1))
+
+    def choice(self, layer: int) -> Callable[[Tensor, Callable[[], Tensor]], Tensor]:
+        ids_NK = self.ids_LNK[layer]
+
+        def choose(scores: Tensor, live: Callable[[], Tensor]) -> Tensor:
+            return torch.where(self.valid_N[:, None], ids_NK.to(scores.device, torch.int64), live())
+
+        return choose
+
+
+class _Checkpointed:
+    """The function that activation checkpointing runs twice; the second time, in backward, under its own plan."""
+
+    def __init__(self, replay: Replay, plan: _Plan, function: Callable[..., Any]):
+        self.replay, self.plan, self.function, self.runs = replay, plan, function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        if self.runs == 1:
+            return self.function(*args, **kwargs)
+        if self.replay.closed:
+            raise RoutingError(
+                "backward reached a checkpointed layer after the replay block had ended; call backward inside the block"
+            )
+        call, plan = self.replay.call, self.replay.plan
+        self.replay.call, self.replay.plan = None, self.plan
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.replay.call, self.replay.plan = call, plan
+
+
+@contextlib.contextmanager
+def replay(model: nn.Module, trace: RoutingTrace | None = None) -> Iterator[Replay]:
+    """Force the experts of `trace` in every forward of `model` while the block runs.
+
+    Only the choice is forced: gates are computed from the live router logits over the forced experts by the model's own
+    code, and the router keeps its gradient. Tokens that the trace does not know route live. Replaying a model's own
+    routing at the same weights leaves its outputs bit-identical.
+
+    With several micro-batches before one backward, call `switch_to(trace)` on the yielded object before each forward.
+    Backward belongs inside the block when activation checkpointing is on; leaving earlier raises.
+
+    Raises RoutingError when the trace does not fit the model or the batch, names an expert twice in a row, or was never
+    used, and for what `record` refuses.
+    """
+    watches = (getattr(hook, "watch", None) for hook in model._forward_pre_hooks.values())
+    if any(isinstance(watch, Replay) and watch.model is model for watch in watches):
+        raise RoutingError("this model is already being replayed; use switch_to(trace) on the running block")
+    replaying = Replay(model)
+    if trace is not None:
+        replaying.switch_to(trace)
+    replaying.install()
+    try:
+        yield replaying
+        replaying.close()
+    finally:
+        replaying.closed = True
+        replaying.remove()
