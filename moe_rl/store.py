@@ -75,7 +75,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "step": "rollout batch, from 1",
         "update": "optimizer step within the batch, 1 to M",
         "tokens": "which tokens: rollout (this step's) or probe (fixed, the same for every arm)",
-        "reference": "compared with: old (before this batch), previous (before this update), start (after the cold start)",
+        "reference": "compared with: old (before this batch), previous (before this update), start (after cold start)",
         "n": "real tokens compared",
         "slot_change": "per layer: share of expert slots that changed",
         "set_change": "per layer: share of tokens whose expert set changed",
@@ -157,7 +157,11 @@ def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
     """Dotted keys at which two configs disagree, each with both values."""
     a, b = flatten(one), flatten(other)
     absent = "absent"
-    return [f"{k} ({a.get(k, absent)} / {b.get(k, absent)})" for k in sorted(a.keys() | b.keys()) if a.get(k, absent) != b.get(k, absent)]
+    return [
+        f"{k} ({a.get(k, absent)} / {b.get(k, absent)})"
+        for k in sorted(a.keys() | b.keys())
+        if a.get(k, absent) != b.get(k, absent)
+    ]
 
 
 def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str, Any], seed: int) -> Path:
@@ -167,7 +171,10 @@ def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str
         if "/" in part or part in ("", ".", ".."):
             raise StoreError(f"{part!r} cannot name a results folder; choose a name without slashes")
     if len(middle) > 200:
-        raise StoreError(f"the changed settings make a folder name of {len(middle)} characters (200 allowed); put them into a file under conf/study/ or conf/model/")
+        raise StoreError(
+            f"the changed settings make a folder name of {len(middle)} characters (200 allowed); "
+            "put them into a file under conf/study/ or conf/model/"
+        )
     return Path(results_dir) / study / arm / middle / f"seed_{seed}"
 
 
@@ -303,10 +310,14 @@ def read_table(folder: Path, table: str) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines) and not line.endswith("\n") and state_of(folder) not in DONE:
                 break
-            raise StoreError(f"{path} line {number} is damaged ({error.msg}); delete {folder} and run it again") from error
+            raise StoreError(
+                f"{path} line {number} is damaged ({error.msg}); delete {folder} and run it again"
+            ) from error
         if not isinstance(row, dict) or row.keys() - LEGEND[table].keys():
             raise StoreError(f"{path} line {number} is not a row of table {table}; delete {folder} and run it again")
-        rows.append({key: _unjson(value) if key not in ("tokens", "reference") else value for key, value in row.items()})
+        rows.append(
+            {key: _unjson(value) if key not in ("tokens", "reference") else value for key, value in row.items()}
+        )
     return rows
 
 
@@ -327,4 +338,8 @@ def read_study(folder: str | Path) -> Study:
         runs.append({**facts, **status, **key, "state": state_of(path), "folder": str(path)})
         for table in TABLES:
             tables[table].extend({**key, **row} for row in read_table(path, table))
-    return Study(folder, pd.DataFrame(runs), *(pd.DataFrame(tables[t], columns=["arm", "knobs", "seed", *LEGEND[t]]) for t in TABLES))
+    return Study(
+        folder,
+        pd.DataFrame(runs),
+        *(pd.DataFrame(tables[t], columns=["arm", "knobs", "seed", *LEGEND[t]]) for t in TABLES),
+    )
