@@ -1,0 +1,1 @@
+"""Prompts and verifiable rewards: one task per file, `base` has the contract."""
