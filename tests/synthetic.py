@@ -117,7 +117,7 @@ class _Run:
             "lr": 2e-4 * self.rate, "clip_frac": base * (update - 1) * np.exp(rng.normal(0, 0.3)),
             "clip_frac_sequences": min(1.0, 10 * base * (update - 1)), "log_w_sd": spread,
             "log_w_q": [float(q) for q in spread * quantiles], "log_s_sd": spread / 3.3,
-            "log_s_q": [float(q) for q in spread / 3.3 * quantiles], "k3": 0.5 * spread**2, "overridden": 0.0,
+            "log_s_q": [float(q) for q in spread / 3.3 * quantiles], "k3": 0.5 * spread**2,
         }
         if broken:
             row = {key: value if key in ("step", "update") else [nan] * 7 if key.endswith("_q") else nan

@@ -145,7 +145,12 @@ def test_log_log_slope_recovers_a_power_law_and_scipys_interval():
 
 
 def test_log_log_slope_refuses_what_it_cannot_fit():
-    for x, y, reason in [([1, 2], [1, 2], "3 runs"), ([1, 2, 3], [1, 0, 2], "positive"), ([2, 2, 2], [1, 2, 3], "two different"),
-                         ([1, 2, 3], [1, 2], "3 x values and 2")]:
+    refused = [
+        ([1, 2], [1, 2], "3 runs"),
+        ([1, 2, 3], [1, 0, 2], "positive"),
+        ([2, 2, 2], [1, 2, 3], "two different"),
+        ([1, 2, 3], [1, 2], "3 x values and 2"),
+    ]
+    for x, y, reason in refused:
         with pytest.raises(stats.StatsError, match=reason):
             stats.log_log_slope(x, y)

@@ -1,0 +1,61 @@
+"""Share of tokens whose expert set changed in at most l of the L MoE layers: changed layers per token.
+
+On the step's rollouts, replay off, mean over the run. Left since the previous update, right since the batch's start.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from moe_rl import stats, summary
+from moe_rl.figures import _bars, base
+from moe_rl.figures._bars import SPANS
+from moe_rl.store import Study
+
+
+def draw(study: Study) -> Figure | None:
+    """Rows: knob settings. Columns: since the previous update, since the start of the batch."""
+    drift = study.drift[study.drift["tokens"] == "rollout"]
+    if drift.empty:
+        return None
+    arms, knobs = summary.arms_of(study), summary.knobs_of(study)
+    figure, axes = base.page(len(knobs), len(SPANS), width=5.6, sharey=True)
+    for row, setting in enumerate(knobs):
+        for panel, (span, title) in zip(axes[row], SPANS.items(), strict=True):
+            for arm in arms:
+                _steps(panel, study, _bars.spanned(study, drift, arm, setting, span), arm, setting)
+            label = summary.knob_label(setting, knobs)
+            panel.set_title(title + (f", {label}" if label else ""))
+            panel.set_ylim(0, 1.03)
+            panel.set_xlabel("MoE layers with a changed expert set (of L)")
+            panel.set_ylabel("tokens with at most so many\nchanged layers (share)" if span == "previous" else "")
+            panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    text = (
+        "Cumulative distribution over tokens, mean over updates and finished seeds; diverged runs are thin lines, in no "
+        "mean. Bands: 95 % t interval over seeds. Numbers: mean changed layers per token."
+    )
+    return base.finish(figure, study, "In how many layers a token's routing changes", text, base.arm_handles(study))
+
+
+def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:
+    groups = _bars.run_lists(study, rows, arm, knobs, "changed_layers")
+    if not groups:
+        return
+    style = base.look(arm)
+    good = np.cumsum([values for values, _ in groups], axis=0)
+    bad = np.cumsum([values for _, values in groups], axis=0)
+    layers = np.arange(len(groups))
+    for run in bad.T:
+        axes.step(layers, run, where="post", color=style.color, linewidth=0.8)
+    if not good.size:
+        return
+    found = [stats.mean_interval(values) for values in good]
+    place = len(axes.texts)
+    axes.step(layers, [e.value for e in found], where="post", color=style.color, linestyle=style.line, linewidth=2.4,
+              marker=style.marker, markersize=6)
+    low, high = [e.low for e in found], [e.high for e in found]
+    axes.fill_between(layers, low, high, step="post", color=style.color, alpha=0.13, linewidth=0)
+    mean = float(np.mean(np.sum(1 - good, axis=0)))
+    axes.text(0.97, 0.06 + 0.09 * place, f"{arm}: {mean:.2g}", transform=axes.transAxes, ha="right", color=style.color)

@@ -1,0 +1,34 @@
+"""Reward against gradient updates, per arm.
+
+Training reward on sampled rollouts and, where measured, on evaluation prompts; gradient updates = step · M.
+"""
+
+from matplotlib.figure import Figure
+
+from moe_rl import summary
+from moe_rl.figures import base
+from moe_rl.store import Study
+
+TITLES = {"reward": "training rollouts", "eval_reward": "evaluation prompts"}
+
+
+def draw(study: Study) -> Figure | None:
+    """One row a knob setting; left the training reward, right the evaluation reward if there is any."""
+    measures = [name for name in TITLES if study.steps[name].notna().any()]
+    if not measures:
+        return None
+    knobs = summary.knobs_of(study)
+    figure, axes = base.page(len(knobs), len(measures), width=5.2, sharey="row")
+    for row, setting in enumerate(knobs):
+        for column, measure in enumerate(measures):
+            panel = axes[row, column]
+            for arm in summary.arms_of(study):
+                rows = base.rows_of(study, study.steps, arm, setting)
+                by_seed = base.curves(rows, "updates", measure, sparse=True)
+                base.draw_arm(panel, study, arm, setting, by_seed)
+            label = summary.knob_label(setting, knobs)
+            panel.set_title(TITLES[measure] + (f", {label}" if label else ""))
+            panel.set_xlabel("gradient updates (step · M)")
+            panel.set_ylabel("mean reward per completion" if column == 0 else "")
+        base.fit_to_lines(axes[row])
+    return base.finish(figure, study, "Reward during training", base.CURVES, base.arm_handles(study))

@@ -1,0 +1,55 @@
+"""Entropy, gradient norm, response length and k3 against gradient updates, per arm.
+
+k3 = mean of w - 1 - log w estimates KL(old || new). Gradient norm and k3 are means over a step's updates.
+"""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moe_rl import summary
+from moe_rl.figures import base
+from moe_rl.store import Study
+
+MEASURES = {
+    "entropy": ("entropy of the next token", "nats"),
+    "grad_norm": ("gradient norm before clipping", "norm"),
+    "response_length": ("response length", "tokens"),
+    "k3": ("k3, estimate of KL(old || new)", "nats a token"),
+}
+LOGARITHMIC = ("grad_norm", "k3")
+
+
+def draw(study: Study) -> Figure | None:
+    """Two by two panels; with several knob settings a row each."""
+    tables = {name: study.updates if name in LOGARITHMIC else study.steps for name in MEASURES}
+    if all(table[name].dropna().empty for name, table in tables.items()):
+        return None
+    knobs = summary.knobs_of(study)
+    shape = (2, 2) if len(knobs) == 1 else (len(knobs), len(MEASURES))
+    figure, axes = base.page(*shape, width=5.2 if len(knobs) == 1 else 4.1, height=2.9)
+    panels = iter(axes.flat)
+    for setting in knobs:
+        for name, (title, unit) in MEASURES.items():
+            panel, drawn = next(panels), []
+            for arm in summary.arms_of(study):
+                rows = base.rows_of(study, tables[name], arm, setting)
+                rows["updates"] = rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step")
+                by_seed = base.curves(rows, "updates", name)
+                base.draw_arm(panel, study, arm, setting, by_seed)
+                drawn += [values.to_numpy(dtype=float) for values in by_seed.values()]
+            _scale(panel, name, np.concatenate([*drawn, np.zeros(0)]))
+            label = summary.knob_label(setting, knobs)
+            panel.set_title(title + (f"\n{label}" if label else ""))
+            panel.set_ylabel(unit)
+            panel.set_xlabel("gradient updates (step · M)")
+    return base.finish(figure, study, "Health of the training runs", base.CURVES, base.arm_handles(study))
+
+
+def _scale(panel: Axes, name: str, values: np.ndarray) -> None:
+    positive = values[values > 0]
+    if name in LOGARITHMIC and len(positive) == len(values) and len(values) and positive.max() > 20 * positive.min():
+        panel.set_yscale("log")
+        panel.set_ylim(positive.min() / 2, positive.max() * 2)
+    else:
+        base.fit_to_lines([panel])

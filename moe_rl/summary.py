@@ -1,0 +1,283 @@
+"""What a study says in one table, and which of its runs ended how. No torch.
+
+A run that diverged, failed or is missing is counted and named, never averaged: means are over finished runs, and every
+mean says how many those are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterable
+from typing import IO, Any
+
+import numpy as np
+import pandas as pd
+
+from moe_rl import stats
+from moe_rl.store import Study
+
+KNOWN_ARMS = ("grpo", "grpo_routing_replay", "gspo")
+UNFINISHED = ("running", "cut_off")
+
+
+# ----------------------------------------------------------------------------------------------- what is in the study
+def arms_of(study: Study) -> list[str]:
+    """The study's arms: the three under comparison first, others by name."""
+    present = set(study.runs["arm"])
+    return [arm for arm in KNOWN_ARMS if arm in present] + sorted(present - set(KNOWN_ARMS))
+
+
+def knobs_of(study: Study) -> list[str]:
+    """The study's knob settings as folder names, numbers in numeric order."""
+
+    def natural(knobs: str) -> list[tuple[int, float, str]]:
+        parts = re.split(r"(?<=[=,])", knobs)
+        return [(0, float(p.rstrip(",")), "") if _is_number(p.rstrip(",")) else (1, 0.0, p) for p in parts]
+
+    return sorted(set(study.runs["knobs"]), key=natural)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def knob_label(knobs: str, everywhere: Iterable[str]) -> str:
+    """'optim.lr=0.1' -> 'lr=0.1', unless two keys of the study end alike; '' when the study has one setting."""
+    every = list(everywhere)
+    if len(every) < 2:
+        return ""
+    keys = {pair.partition("=")[0] for setting in every for pair in setting.split(",")}
+    short = {key: key.rpartition(".")[2] for key in keys}
+    clash = len(set(short.values())) < len(short)
+    pairs = (pair.partition("=") for pair in knobs.split(","))
+    return ", ".join((key if clash else short[key]) + equals + value for key, equals, value in pairs)
+
+
+def runs_in(study: Study, arm: str, knobs: str, states: Iterable[str] | None = None) -> list[int]:
+    """Seeds of an arm at a knob setting, sorted; with `states`, only runs in these."""
+    runs = study.runs[(study.runs["arm"] == arm) & (study.runs["knobs"] == knobs)]
+    return sorted(int(seed) for seed in (runs if states is None else runs[runs["state"].isin(list(states))])["seed"])
+
+
+def incidents(study: Study) -> list[str]:
+    """One phrase for every run that is not finished, such as 'grpo seed 2 diverged at step 14'; [] when all went well.
+
+    A seed counts as missing when another arm has it at the same knobs.
+    """
+    told: list[str] = []
+    everywhere = knobs_of(study)
+    for knobs, arm in itertools.product(everywhere, arms_of(study)):
+        label = knob_label(knobs, everywhere)
+        name = f"{arm} ({label})" if label else arm
+        runs = study.runs[(study.runs["arm"] == arm) & (study.runs["knobs"] == knobs)].sort_values("seed")
+        expected = set(study.runs[study.runs["knobs"] == knobs]["seed"])
+        absent = sorted(expected - set(runs["seed"]))
+        if runs.empty:
+            told.append(f"{name} has no runs")
+        else:
+            told += [f"{name} seed {seed} is missing" for seed in absent]
+        for run in runs.to_dict("records"):
+            if run["state"] != "finished":
+                verb = {"running": "is still running", "cut_off": "was cut off"}.get(run["state"], run["state"])
+                step = last_step(study, run)
+                told.append(f"{name} seed {run['seed']} {verb}" + (f" at step {step}" if step else ""))
+    return told
+
+
+def last_step(study: Study, run: dict[Any, Any]) -> int:
+    """Where a run ended: the step that its status names, else the last one it wrote; 0 when it wrote none."""
+    if pd.notna(run.get("step")):
+        return int(run["step"])
+    steps = _of(study.steps, run)["step"]
+    return 0 if steps.empty else int(steps.max())
+
+
+def _of(table: pd.DataFrame, run: dict[Any, Any]) -> pd.DataFrame:
+    return table[(table["arm"] == run["arm"]) & (table["knobs"] == run["knobs"]) & (table["seed"] == run["seed"])]
+
+
+# ------------------------------------------------------------------------------------------------- numbers of one run
+def reward_measure(study: Study) -> str:
+    """eval_reward when the study has any, else reward."""
+    return "eval_reward" if study.steps["eval_reward"].notna().any() else "reward"
+
+
+def final_and_best(steps: pd.DataFrame, measure: str) -> tuple[float, float]:
+    """A run's final value (mean over the last 10 % of its steps, at least one) and its best; NaN when it has none.
+
+    Where nothing was evaluated in these last steps, the final value is the last evaluation.
+    """
+    values = steps.sort_values("step").set_index("step")[measure].astype(float).dropna()
+    if values.empty:
+        return float("nan"), float("nan")
+    last = int(steps["step"].max())
+    tail = values[values.index > last - max(1, round(last / 10))]
+    return float(tail.mean() if len(tail) else values.iloc[-1]), float(values.max())
+
+
+def run_measures(study: Study) -> pd.DataFrame:
+    """A row a run: arm, knobs, seed, state, final_reward, collapsed, slot_change, clip_frac, cpu_s.
+
+    final_reward and collapsed (final below half of the run's own best) are NaN / False unless the run finished.
+    slot_change: share of expert slots that change in one gradient update, on the step's rollouts, mean over updates and
+    layers. clip_frac: share of tokens clipped away, mean over updates.
+    """
+    measure = reward_measure(study)
+    drift = study.drift[(study.drift["tokens"] == "rollout") & (study.drift["reference"] == "previous")]
+    rows = []
+    for run in study.runs.to_dict("records"):
+        steps, finished = _of(study.steps, run), run["state"] == "finished"
+        final, best = final_and_best(steps, measure) if finished else (float("nan"), float("nan"))
+        slots = [float(np.mean(layers)) for layers in _of(drift, run)["slot_change"]]
+        cpu = run.get("cpu_s")
+        clipped = _of(study.updates, run)["clip_frac"].astype(float)
+        rows.append(
+            {
+                **{key: run[key] for key in ("arm", "knobs", "seed", "state")},
+                "final_reward": final,
+                "collapsed": final < best / 2,
+                "slot_change": float(np.nanmean(slots)) if np.isfinite(slots).any() else float("nan"),
+                "clip_frac": float(clipped.mean()),
+                "cpu_s": float(cpu if pd.notna(cpu) else steps["cpu_s"].max()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+def summary_table(study: Study) -> pd.DataFrame:
+    """A row per arm and knob setting: how its runs ended and, over the finished ones, what they reached.
+
+    Columns: arm, knobs, seeds, finished, diverged, failed, unfinished, missing, collapsed (of the finished); measure
+    (the reward's column), final_reward with final_low and final_high (95 % t interval over seeds, NaN below 2),
+    slot_change, clip_frac (shares) and cpu_s (CPU seconds a run), each the mean over finished runs.
+    """
+    runs, measure, rows = run_measures(study), reward_measure(study), []
+    for knobs, arm in itertools.product(knobs_of(study), arms_of(study)):
+        here = runs[(runs["arm"] == arm) & (runs["knobs"] == knobs)]
+        if here.empty:
+            continue
+        done = here[here["state"] == "finished"]
+        expected = set(runs[runs["knobs"] == knobs]["seed"])
+        reached = done["final_reward"].dropna().to_list()
+        nothing = stats.Estimate(float("nan"), float("nan"), float("nan"), 0)
+        final = stats.mean_interval(reached) if reached else nothing
+        rows.append(
+            {
+                "arm": arm,
+                "knobs": knobs,
+                "seeds": len(here),
+                "finished": len(done),
+                "diverged": int((here["state"] == "diverged").sum()),
+                "failed": int((here["state"] == "failed").sum()),
+                "unfinished": int(here["state"].isin(UNFINISHED).sum()),
+                "missing": len(expected - set(here["seed"])),
+                "collapsed": int(done["collapsed"].sum()),
+                "measure": measure,
+                "final_reward": final.value,
+                "final_low": final.low,
+                "final_high": final.high,
+                **{name: float(done[name].mean()) for name in ("slot_change", "clip_frac", "cpu_s")},
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def comparison_table(study: Study) -> pd.DataFrame:
+    """A row per pair of arms at one knob setting: final reward, first minus second, paired by seed, finished runs only.
+
+    Columns: knobs, first, second, n, difference, low, high (95 % t interval, NaN below 2 pairs), p (paired t test, Holm
+    over all rows, NaN below 5 pairs) and claim: 'differ', 'no difference shown' or 'too few seeds for ...'.
+    """
+    runs = run_measures(study)
+    runs = runs[(runs["state"] == "finished") & runs["final_reward"].notna()]
+    rows: list[dict[str, Any]] = []
+    p_values: dict[str, float] = {}
+    for knobs, (first, second) in itertools.product(knobs_of(study), itertools.combinations(arms_of(study), 2)):
+        a, b = (
+            runs[(runs["arm"] == arm) & (runs["knobs"] == knobs)].set_index("seed")["final_reward"].to_dict()
+            for arm in (first, second)
+        )
+        if not a.keys() & b.keys():
+            continue
+        difference = stats.paired_difference(a, b)
+        if difference.n >= stats.CLAIM_RUNS:
+            p_values[str(len(rows))] = stats.t_test_p(stats.paired(a, b))
+        rows.append(
+            {
+                "knobs": knobs,
+                "first": first,
+                "second": second,
+                "n": difference.n,
+                "difference": difference.value,
+                "low": difference.low,
+                "high": difference.high,
+            }
+        )
+    adjusted = stats.holm({name: 1.0 if np.isnan(p) else p for name, p in p_values.items()})
+    for number, row in enumerate(rows):
+        row["p"] = adjusted.get(str(number), float("nan"))
+        row["claim"] = stats.TOO_FEW if np.isnan(row["p"]) else "differ" if row["p"] < 0.05 else "no difference shown"
+    return pd.DataFrame(rows, columns=["knobs", "first", "second", "n", "difference", "low", "high", "p", "claim"])
+
+
+def _cell(value: float, digits: int = 3) -> str:
+    return "-" if not np.isfinite(value) else f"{value:.{digits}g}"
+
+
+def summary_rows(table: pd.DataFrame) -> list[list[str]]:
+    """The summary as text, header first; the columns that a reader needs side by side."""
+    measure = table["measure"].iloc[0].replace("_", " ")
+    rows = [
+        [
+            "arm",
+            "knobs",
+            "seeds",
+            "finished",
+            "diverged",
+            "failed",
+            "collapsed",
+            f"final {measure} [95 %]",
+            "slot change / update",
+            "tokens clipped",
+            "CPU s",
+        ]
+    ]
+    for row in table.to_dict("records"):
+        final = str(stats.Estimate(row["final_reward"], row["final_low"], row["final_high"], row["finished"]))
+        counts = [str(row[key]) for key in ("seeds", "finished", "diverged", "failed", "collapsed")]
+        numbers = [_cell(row["slot_change"]), _cell(row["clip_frac"], 2), _cell(row["cpu_s"])]
+        rows.append([row["arm"], row["knobs"], *counts, final if row["finished"] else "-", *numbers])
+    return rows
+
+
+def print_summary(study: Study, file: IO[str] | None = None) -> None:
+    """Print the summary, the paired differences and what went wrong; a table on a terminal, plain text elsewhere."""
+    out = file or sys.stdout
+    rows = summary_rows(summary_table(study))
+    if out.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*rows[0], title=f"study {study.folder.name}")
+        for row in rows[1:]:
+            table.add_row(*row)
+        Console(file=out).print(table)
+    else:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)
+    for row in comparison_table(study).to_dict("records"):
+        difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
+        at = "" if row["knobs"] == "default" else f" at {row['knobs']}"
+        p = "" if np.isnan(row["p"]) else f", p = {row['p']:.2g} (paired t, Holm)"
+        print(f"{row['first']} minus {row['second']}{at}: {difference}{p}; {row['claim']}", file=out)
+    for told in incidents(study):
+        print(f"note: {told}", file=out)
+    print("Means are over finished runs; diverged and failed runs are counted, not averaged.", file=out)
