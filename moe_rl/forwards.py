@@ -20,7 +20,7 @@ class Call:
     batch: int
     past: int
     width: int
-    valid_BT: Tensor | None
+    valid_BS: Tensor | None
     cache: Any
     ran: dict[int, tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=dict)
 

@@ -131,7 +131,7 @@ class Recorder(ForwardWatch):
     def trace(self) -> RoutingTrace:
         """The recorded routing; several passes of equal width (micro-batches) are joined along the batch."""
         traces = self.traces
-        widths = [trace.valid_BT.shape[1] for trace in traces]
+        widths = [trace.valid_BS.shape[1] for trace in traces]
         if len(set(widths)) > 1:
             raise RoutingError(f"{len(traces)} passes of different widths {widths} were recorded; read recorder.traces")
         return RoutingTrace.cat(traces)
@@ -148,7 +148,7 @@ class Recorder(ForwardWatch):
             if keep <= 0:
                 continue
             ids[:, columns] = ids_LNK.view(L, B, call.width, K).permute(1, 2, 0, 3)[:, :keep]
-            valid[:, columns] = True if call.valid_BT is None else call.valid_BT[:, :keep].to(valid.device)
+            valid[:, columns] = True if call.valid_BS is None else call.valid_BS[:, :keep].to(valid.device)
             if logits_LNE is not None:
                 logits = logits_LNE.new_zeros(B, one.covered, L, self.num_experts) if logits is None else logits
                 logits[:, columns] = logits_LNE.view(L, B, call.width, -1).permute(1, 2, 0, 3)[:, :keep]

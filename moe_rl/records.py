@@ -1,7 +1,8 @@
 """The dataclasses that travel through the pipeline, and the legend of shapes.
 
-Suffixes of tensor names: B sequences · T tokens, prompt and response (left-padded prompt, right-padded response) ·
-L MoE layers · E experts of a layer · K experts chosen per token · N tokens of one router call, flattened · V vocabulary.
+Suffixes of tensor names: B sequences · S columns of a sequence: prompt (padded on the left), then response (padded on
+the right) · T response columns · L MoE layers · E experts of a layer · K experts chosen per token · N tokens, flattened ·
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ def id_dtype(num_experts: int) -> torch.dtype:
 class RoutingTrace:
     """Which experts each token used in each MoE layer.
 
-    expert_ids_BTLK: uint8 or int16, in the router's own order. Meaningless where valid_BT is False: nothing may be
+    expert_ids_BSLK: uint8 or int16, in the router's own order. Meaningless where valid_BS is False: nothing may be
         read there, and replay lets those tokens route live. An id is never a marker: 0 is an expert.
-    valid_BT: True where the routing is known.
+    valid_BS: True where the routing is known.
     layer_names: the L router modules' paths, in order of execution.
     source: the pass that it was recorded in: rollout, old, new. update: gradient updates taken before that pass.
-    router_logits_BTLE: what the routers returned as logits, when asked for.
+    router_logits_BSLE: what the routers returned as logits, when asked for.
     """
 
-    expert_ids_BTLK: Tensor
-    valid_BT: Tensor
+    expert_ids_BSLK: Tensor
+    valid_BS: Tensor
     layer_names: tuple[str, ...]
     num_experts: int
     source: str = ""
     update: int = 0
-    router_logits_BTLE: Tensor | None = None
+    router_logits_BSLE: Tensor | None = None
 
     def __post_init__(self) -> None:
-        ids, valid = self.expert_ids_BTLK, self.valid_BT
+        ids, valid = self.expert_ids_BSLK, self.valid_BS
         if ids.dim() != 4 or valid.dtype != torch.bool or ids.shape[:2] != valid.shape:
             raise RoutingError(
                 f"expert ids of shape {tuple(ids.shape)} do not fit a validity mask of shape {tuple(valid.shape)} {valid.dtype}"
@@ -60,22 +61,22 @@ class RoutingTrace:
     @classmethod
     def from_ids(
         cls,
-        expert_ids_BTLK: Tensor,
-        valid_BT: Tensor,
+        expert_ids_BSLK: Tensor,
+        valid_BS: Tensor,
         layer_names: Sequence[str],
         num_experts: int,
         source: str = "",
         update: int = 0,
     ) -> RoutingTrace:
         """A trace from ids of any integer dtype, checked before they are narrowed (an id above 255 must not wrap)."""
-        known = expert_ids_BTLK[valid_BT]
+        known = expert_ids_BSLK[valid_BS]
         _check_ids(known, layer_names, num_experts)
-        ids = expert_ids_BTLK.masked_fill(~valid_BT[:, :, None, None], 0).to(id_dtype(num_experts))
-        return cls(ids, valid_BT, tuple(layer_names), num_experts, source, update)
+        ids = expert_ids_BSLK.masked_fill(~valid_BS[:, :, None, None], 0).to(id_dtype(num_experts))
+        return cls(ids, valid_BS, tuple(layer_names), num_experts, source, update)
 
     @property
     def top_k(self) -> int:
-        return self.expert_ids_BTLK.shape[3]
+        return self.expert_ids_BSLK.shape[3]
 
     @property
     def num_layers(self) -> int:
@@ -83,37 +84,38 @@ class RoutingTrace:
 
     def check(self) -> None:
         """Raise RoutingError when a valid row names an expert twice or one that does not exist."""
-        _check_ids(self.expert_ids_BTLK[self.valid_BT], self.layer_names, self.num_experts)
+        _check_ids(self.expert_ids_BSLK[self.valid_BS], self.layer_names, self.num_experts)
 
     def __getitem__(self, rows: Tensor | slice) -> RoutingTrace:
         """The trace of some sequences; `rows` indexes the batch."""
-        logits = self.router_logits_BTLE
+        logits = self.router_logits_BSLE
         return dataclasses.replace(
             self,
-            expert_ids_BTLK=self.expert_ids_BTLK[rows],
-            valid_BT=self.valid_BT[rows],
-            router_logits_BTLE=None if logits is None else logits[rows],
+            expert_ids_BSLK=self.expert_ids_BSLK[rows],
+            valid_BS=self.valid_BS[rows],
+            router_logits_BSLE=None if logits is None else logits[rows],
         )
 
-    def aligned_to(self, mask_BT: Tensor) -> RoutingTrace:
-        """The trace over the columns of `mask_BT`, valid only where that mask is True.
+    def aligned_to(self, mask_BS: Tensor) -> RoutingTrace:
+        """The trace over the columns of `mask_BS`, valid only where that mask is True.
 
-        Columns that were never forwarded (the last sampled token) become invalid, never a made-up id.
+        Columns that were never forwarded (the last sampled token) become invalid, never a made-up id. Raises RoutingError
+        for another number of sequences, and where known columns would be cut off.
         """
-        B, T = mask_BT.shape
-        have_B, have_T = self.valid_BT.shape
-        if B != have_B or T < have_T:
-            raise RoutingError(f"a trace of {have_B} sequences x {have_T} columns does not fit a mask of {B} x {T}")
+        B, S = mask_BS.shape
+        have_B, have_S = self.valid_BS.shape
+        if B != have_B or self.valid_BS[:, S:].any():
+            raise RoutingError(f"a trace of {have_B} sequences x {have_S} columns does not fit a mask of {B} x {S}")
 
-        def widen(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor, tensor.new_zeros(B, T - have_T, *tensor.shape[2:])], 1) if T > have_T else tensor
+        def fit(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor[:, :S], tensor.new_zeros(B, max(0, S - have_S), *tensor.shape[2:])], 1)
 
-        logits = self.router_logits_BTLE
+        logits = self.router_logits_BSLE
         return dataclasses.replace(
             self,
-            expert_ids_BTLK=widen(self.expert_ids_BTLK),
-            valid_BT=widen(self.valid_BT) & mask_BT.bool(),
-            router_logits_BTLE=None if logits is None else widen(logits),
+            expert_ids_BSLK=fit(self.expert_ids_BSLK),
+            valid_BS=fit(self.valid_BS) & mask_BS.bool(),
+            router_logits_BSLE=None if logits is None else fit(logits),
         )
 
     @staticmethod
@@ -123,16 +125,16 @@ class RoutingTrace:
         for other in traces[1:]:
             if other.layer_names != first.layer_names or other.num_experts != first.num_experts:
                 raise RoutingError("traces of different models cannot be joined")
-            if other.valid_BT.shape[1] != first.valid_BT.shape[1]:
+            if other.valid_BS.shape[1] != first.valid_BS.shape[1]:
                 raise RoutingError(
-                    f"traces of {first.valid_BT.shape[1]} and {other.valid_BT.shape[1]} columns cannot be joined; align them first"
+                    f"traces of {first.valid_BS.shape[1]} and {other.valid_BS.shape[1]} columns cannot be joined; align them first"
                 )
-        logits = [trace.router_logits_BTLE for trace in traces if trace.router_logits_BTLE is not None]
+        logits = [trace.router_logits_BSLE for trace in traces if trace.router_logits_BSLE is not None]
         return dataclasses.replace(
             first,
-            expert_ids_BTLK=torch.cat([trace.expert_ids_BTLK for trace in traces]),
-            valid_BT=torch.cat([trace.valid_BT for trace in traces]),
-            router_logits_BTLE=torch.cat(logits) if len(logits) == len(traces) else None,
+            expert_ids_BSLK=torch.cat([trace.expert_ids_BSLK for trace in traces]),
+            valid_BS=torch.cat([trace.valid_BS for trace in traces]),
+            router_logits_BSLE=torch.cat(logits) if len(logits) == len(traces) else None,
         )
 
 
@@ -157,15 +159,15 @@ def _check_ids(ids_NLK: Tensor, layer_names: Sequence[str], num_experts: int) ->
 class Rollouts:
     """Sampled completions. Row order: the G completions of prompt 0, of prompt 1, ...
 
-    tokens_BT: prompts padded on the left, responses on the right. attention_BT: True on real tokens.
-    response_BT: True on response tokens, the end-of-sequence token included.
+    tokens_BS, attention_BS: prompts and responses, and True on their real tokens, the end-of-sequence token included.
+    response_BT: True on response tokens. The last T of the S columns are the response.
     group_ids_B: index of the prompt. rollout_logprobs_BT: log mu of each response token, nats; 0 elsewhere.
     rewards_B, exact_B: reward in [0, 1]; whether the completion is exactly right. truncated_B: hit the length limit.
     routing: from the sampling passes, if the engine recorded it.
     """
 
-    tokens_BT: Tensor
-    attention_BT: Tensor
+    tokens_BS: Tensor
+    attention_BS: Tensor
     response_BT: Tensor
     group_ids_B: Tensor
     rollout_logprobs_BT: Tensor
@@ -175,7 +177,7 @@ class Rollouts:
     routing: RoutingTrace | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens_BT)
+        return len(self.tokens_BS)
 
     def __getitem__(self, rows: Tensor | slice) -> Rollouts:
         """Some of the rollouts; every field follows, the routing too."""
@@ -185,20 +187,31 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyBatch:
-    """What a policy loss sees. All [B, T] over shifted positions: column t predicts token t + 1.
+    """What a policy loss sees.
 
-    logprobs_BT carry gradient, old_logprobs_BT do not (nats). mask_BT: 1 on response tokens. advantages_B: one a sequence.
+    logprobs_BT: of the response tokens under the new policy, nats, with gradient. old_logprobs_BT: under the old one.
+    mask_BT: True on response tokens. advantages_B: one a sequence.
+    num_sequences, num_tokens: sequences with a response and response tokens of the whole mini-batch, of which this
+        batch may be a part: a loss divides by these, so that micro-batches add up to the mini-batch.
     """
 
     logprobs_BT: Tensor
     old_logprobs_BT: Tensor
     mask_BT: Tensor
     advantages_B: Tensor
+    num_sequences: int
+    num_tokens: int
+
+    @classmethod
+    def whole(cls, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor) -> PolicyBatch:
+        """A batch that is a mini-batch of its own."""
+        mask_BT = mask_BT.bool()
+        return cls(logprobs_BT, old_logprobs_BT, mask_BT, advantages_B, int(mask_BT.any(1).sum()), int(mask_BT.sum()))
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """loss: scalar. clipped_BT: 1 where a response token's gradient was clipped away."""
+    """loss: scalar. clipped_BT: True on response tokens whose gradient was clipped away."""
 
     loss: Tensor
     clipped_BT: Tensor

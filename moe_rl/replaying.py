@@ -121,15 +121,15 @@ class _Plan:
 
     @classmethod
     def of(cls, trace: RoutingTrace, call: Call) -> _Plan:
-        B, T = trace.valid_BT.shape
+        B, T = trace.valid_BS.shape
         if call.batch != B or call.past + call.width > T:
             raise RoutingError(
                 f"a forward of {call.batch} sequences up to column {call.past + call.width} does not fit a trace of {B} sequences x {T} columns; "
                 "select its rows with trace[rows] and widen it with trace.aligned_to(mask)"
             )
         columns = slice(call.past, call.past + call.width)
-        ids_LNK = trace.expert_ids_BTLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
-        return cls(ids_LNK, trace.valid_BT[:, columns].reshape(-1))
+        ids_LNK = trace.expert_ids_BSLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
+        return cls(ids_LNK, trace.valid_BS[:, columns].reshape(-1))
 
     def choice(self, layer: int) -> Callable[[Tensor, Callable[[], Tensor]], Tensor]:
         ids_NK = self.ids_LNK[layer]

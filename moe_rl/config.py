@@ -1,0 +1,198 @@
+"""The experiment's settings: their types, their checks, and what makes two runs the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from moe_rl import discovery
+from moe_rl.cold_start import ColdStart
+from moe_rl.drift import DriftSettings
+from moe_rl.engines.base import Engine
+from moe_rl.models.build import Checkpoint, Tiny
+from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.routers.base import Router, changes_routing
+from moe_rl.tasks.base import Task
+from moe_rl.update import REPLAYS, Optim
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be run; the message says what to change."""
+
+
+@dataclasses.dataclass
+class Arm:
+    """A compared method: a policy loss and what its training forwards replay."""
+
+    policy_loss: Any = "???"
+    replay: str = "none"
+
+
+@dataclasses.dataclass
+class Config:
+    """The whole configuration. Groups (model, router, task, engine, arm) hold one variant each."""
+
+    study_name: str = "playground"
+    seed: int = 0
+    steps: int = 60
+    prompts: int = 32
+    completions: int = 8
+    updates: int = 4
+    micro_batch: int = 0
+    activation_checkpointing: bool = False
+    eval_prompts: int = 128
+    eval_every: int = 5
+    arm: Any = "???"
+    model: Any = "???"
+    router: Any = "???"
+    task: Any = "???"
+    engine: Any = "???"
+    optim: Any = "???"
+    drift: Any = "???"
+    cold_start: Any = "???"
+    launch: Any = "???"
+
+
+@dataclasses.dataclass
+class Launch:
+    """Where and how, which no result depends on. jobs: runs at once. threads: of each run. progress: show it."""
+
+    results_dir: str = "results"
+    jobs: int = 2
+    threads: int = 1
+    device: str = "cpu"
+    progress: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The settings as objects: what the loop reads."""
+
+    study_name: str
+    seed: int
+    steps: int
+    prompts: int
+    completions: int
+    updates: int
+    micro_batch: int
+    activation_checkpointing: bool
+    eval_prompts: int
+    eval_every: int
+    policy_loss: PolicyLoss
+    replay: str
+    model: Tiny | Checkpoint
+    router: Router
+    task: Task
+    engine: Engine
+    optim: Optim
+    drift: DriftSettings
+    cold_start: ColdStart
+    launch: Launch
+
+    @property
+    def label(self) -> str:
+        """The arm's name in results: what runs, not what it was called."""
+        suffix = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3"}[self.replay]
+        return type(self.policy_loss).__module__.rpartition(".")[2] + suffix
+
+
+def config_folder() -> str:
+    """The folder of YAML values: inside an installed package, or beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return str(inside if inside.is_dir() else Path(__file__).parent.parent / "conf")
+
+
+def register() -> None:
+    """Make all kinds known to Hydra as typed nodes. Idempotent."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, kind in {"optim": Optim, "drift": DriftSettings, "cold_start": ColdStart}.items():
+        store.store(group=group, name="schema", node=discovery.node(kind))
+    store.store(group="arm", name="schema", node=Arm)
+    store.store(group="launch", name="schema", node=Launch)
+    for name, kind in {"tiny": Tiny, "from_checkpoint": Checkpoint}.items():
+        store.store(group="model", name=name, node=discovery.node(kind))
+    discovery.register("policy_loss", "moe_rl.policy_losses", PolicyLoss)
+    discovery.register("router", "moe_rl.routers", Router)
+    discovery.register("task", "moe_rl.tasks", Task)
+    discovery.register("engine", "moe_rl.engines", Engine)
+
+
+# -------------------------------------------------------------------------------------------------------------- objects
+def build(config: DictConfig) -> Experiment:
+    """Settings as objects, checked. ConfigError with one line for values that cannot work."""
+    values = {key: value for key, value in config.items() if key not in ("arm", "launch")}
+    for group in ("model", "router", "task", "engine", "optim", "drift", "cold_start"):
+        values[group] = _instantiate(group, config[group])
+    experiment = Experiment(
+        **values,
+        policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
+        replay=config.arm.replay,
+        launch=Launch(**config.launch),
+    )
+    _check(experiment)
+    return experiment
+
+
+def _instantiate(name: str, node: DictConfig) -> Any:
+    try:
+        return instantiate(node, _convert_="all")
+    except Exception as error:  # Hydra wraps what the variant says; the cause is the message for the user
+        cause = error.__cause__ or error
+        raise ConfigError(f"{name}: {str(cause).splitlines()[0]}") from error
+
+
+def _check(e: Experiment) -> None:
+    for name in ("steps", "prompts", "updates"):
+        if getattr(e, name) < 1:
+            raise ConfigError(f"{name} is {getattr(e, name)}; set it to 1 or more")
+    for name in ("seed", "micro_batch", "eval_prompts", "eval_every"):
+        if getattr(e, name) < 0:
+            raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
+    if e.completions < 2:
+        raise ConfigError(f"completions is {e.completions}; a group-relative advantage needs 2 or more a prompt")
+    sequences = e.prompts * e.completions
+    if sequences % e.updates:
+        raise ConfigError(
+            f"{e.prompts} prompts x {e.completions} completions = {sequences} sequences do not divide into "
+            f"{e.updates} updates; change prompts, completions or updates"
+        )
+    if e.replay not in REPLAYS:
+        raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
+    if e.launch.jobs < 1 or e.launch.threads < 1:
+        raise ConfigError(f"launch.jobs is {e.launch.jobs} and launch.threads {e.launch.threads}; both are 1 or more")
+    if getattr(e.model, "family", "") == "dense":
+        if e.replay != "none":
+            raise ConfigError(f"arm.replay={e.replay} needs MoE layers; a dense model runs with arm.replay=none")
+        if changes_routing(e.router):
+            raise ConfigError("a router variant needs MoE layers; a dense model runs with router=native")
+
+
+# ------------------------------------------------------------------------------------------------------------- identity
+def identity(config: DictConfig) -> dict[str, Any]:
+    """What makes a run this run: the resolved config without where and how it was launched."""
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "launch"}
+
+
+def knobs(config: DictConfig, overrides: Iterable[str]) -> dict[str, Any]:
+    """The settings that a launch varied, arm, seed and study apart: {key: resolved value}. They name a run's folder.
+
+    overrides: what Hydra was given for this run, `key=value` each. A chosen option (`router=binned`) keeps its name.
+    """
+    varied = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        key = key.lstrip("+")
+        if key in ("arm", "seed", "study", "study_name") or key.startswith(("launch", "hydra")):
+            continue
+        value = OmegaConf.select(config, key)
+        varied[key] = text if value is None or isinstance(value, (DictConfig, ListConfig)) else value
+    return varied

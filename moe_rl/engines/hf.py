@@ -1,0 +1,215 @@
+"""Sampling with transformers' own `generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from moe_rl.engines.base import Engine
+from moe_rl.recording import record
+from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.tasks.base import Example, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What `generate` gave for a batch: response tokens, their log probabilities, which are real, who ended by itself."""
+
+    tokens_BT: Tensor
+    logprobs_BT: Tensor
+    response_BT: Tensor
+    stopped_B: Tensor
+    routing: RoutingTrace | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hf(Engine):
+    """Samples with `generate`, all completions of a batch of prompts at once.
+
+    batch_size: sequences a call, in whole prompts; 0 for all at once. Larger is faster and takes more memory.
+    """
+
+    batch_size: int = 0
+
+    def sample(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        examples: Sequence[Example],
+        completions: int,
+        seed: int,
+        record_routing: bool = False,
+    ) -> Rollouts:
+        prompts = encode_prompts(tokenizer, examples)
+        width = prompts["input_ids"].shape[1]
+        limit = model.config.get_text_config().max_position_embeddings
+        if width + self.max_new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {width} tokens and {self.max_new_tokens} new ones exceed the model's {limit} positions; "
+                "shorten the prompts, or lower engine.max_new_tokens"
+            )
+        size = max(1, self.batch_size // completions) if self.batch_size else len(examples)
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            parts = [
+                self._generate(
+                    model, tokenizer, {k: v[i : i + size] for k, v in prompts.items()}, completions, record_routing
+                )
+                for i in range(0, len(examples), size)
+            ]
+        return _judge(tokenizer, task, examples, completions, prompts, _join(parts, tokenizer.pad_token_id))
+
+    def _generate(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: dict[str, Tensor],
+        completions: int,
+        record_routing: bool,
+    ) -> Sampled:
+        mask = prompts["attention_mask"].to(model.device)
+        width = mask.shape[1]
+        sampled = SampledLogprobs()
+        with record(model, source="rollout") if record_routing else contextlib.nullcontext() as recorder:
+            sequences = model.generate(
+                input_ids=prompts["input_ids"].to(model.device),
+                attention_mask=mask,
+                generation_config=self._settings(model, tokenizer, completions),
+                logits_processor=LogitsProcessorList([sampled]),
+            )
+        tokens = sequences[:, width:]
+        ended = torch.isin(tokens, torch.tensor(end_ids(model, tokenizer), device=tokens.device))
+        response = (ended.cumsum(1) - ended.long()) == 0  # up to the first end of sequence, that one included
+        logprobs = sampled.finish(sequences).masked_fill(~response, 0.0)
+        routing = None
+        if recorder is not None:
+            real = torch.cat([mask.repeat_interleave(completions, 0).bool(), response], 1)
+            routing = recorder.trace.aligned_to(real)
+        stopped = (ended & response).any(1)
+        return Sampled(tokens, logprobs, response, stopped, routing)
+
+    def _settings(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completions: int
+    ) -> GenerationConfig:
+        return GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,  # generate keeps the 50 likeliest tokens by default: sampled and trained logprobs would disagree
+            top_p=1.0,
+            num_beams=1,
+            num_return_sequences=completions,
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=end_ids(model, tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+        )
+
+
+class SampledLogprobs(LogitsProcessor):
+    """Keeps the log probability of each sampled token, without keeping the logits of more than one step.
+
+    The logits of a step are seen before the token is drawn, so a step's token is scored when the next step begins.
+    """
+
+    def __init__(self) -> None:
+        self.logits: Tensor | None = None
+        self.columns: list[Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._score(input_ids)
+        self.logits = scores.float()
+        return scores
+
+    def _score(self, sequences: Tensor) -> None:
+        if self.logits is not None:
+            chosen = self.logits.gather(1, sequences[:, -1:]).squeeze(1)
+            self.columns.append(chosen - self.logits.logsumexp(-1))
+
+    def finish(self, sequences: Tensor) -> Tensor:
+        """Log probabilities [B, T] of the T sampled tokens, nats."""
+        self._score(sequences)
+        return torch.stack(self.columns, 1)
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> dict[str, Tensor]:
+    """input_ids and attention_mask [P, S], padded on the left. ValueError for characters the tokenizer does not know."""
+    texts = [example.prompt for example in examples]
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    unknown = tokenizer.unk_token_id
+    if unknown is not None and (encoded["input_ids"] == unknown).any():
+        row = int((encoded["input_ids"] == unknown).any(1).nonzero()[0])
+        raise ValueError(f"the prompt {texts[row]!r} has characters that the model's tokenizer does not know")
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end a response: the model's own list where it has one."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return list(ids) if isinstance(ids, (list, tuple)) else [ids]
+
+
+def _join(parts: list[Sampled], pad: int) -> Sampled:
+    """Parts of different response widths as one batch, padded on the right."""
+    widest = max(part.tokens_BT.shape[1] for part in parts)
+
+    def widen(tensor: Tensor, fill: float) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, widest - tensor.shape[1]), value=fill)
+
+    traces = []
+    for part in parts:
+        if part.routing is not None:
+            columns = part.routing.valid_BS.shape[1] + widest - part.tokens_BT.shape[1]
+            everywhere = torch.ones(len(part.tokens_BT), columns, dtype=torch.bool, device=part.tokens_BT.device)
+            traces.append(part.routing.aligned_to(everywhere))
+    return Sampled(
+        torch.cat([widen(part.tokens_BT, pad) for part in parts]),
+        torch.cat([widen(part.logprobs_BT, 0.0) for part in parts]),
+        torch.cat([widen(part.response_BT, False) for part in parts]),
+        torch.cat([part.stopped_B for part in parts]),
+        RoutingTrace.cat(traces) if traces else None,
+    )
+
+
+def _judge(
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    examples: Sequence[Example],
+    completions: int,
+    prompts: dict[str, Tensor],
+    sampled: Sampled,
+) -> Rollouts:
+    """Join prompts and responses, and let the task reward the text. A response cut off by the limit is never exact."""
+    device = sampled.tokens_BT.device
+    prompt_tokens = prompts["input_ids"].repeat_interleave(completions, 0).to(device)
+    prompt_mask = prompts["attention_mask"].repeat_interleave(completions, 0).to(device).bool()
+    readable = sampled.tokens_BT.masked_fill(~sampled.response_BT, tokenizer.pad_token_id)
+    texts = tokenizer.batch_decode(readable, skip_special_tokens=True)
+    asked = [example for example in examples for _ in range(completions)]
+    rewards = [task.reward(example, text) for example, text in zip(asked, texts, strict=True)]
+    exact = [task.exact(example, text) for example, text in zip(asked, texts, strict=True)]
+    return Rollouts(
+        tokens_BS=torch.cat([prompt_tokens, sampled.tokens_BT], 1),
+        attention_BS=torch.cat([prompt_mask, sampled.response_BT], 1),
+        response_BT=sampled.response_BT,
+        group_ids_B=torch.arange(len(examples), device=device).repeat_interleave(completions),
+        rollout_logprobs_BT=sampled.logprobs_BT,
+        rewards_B=torch.tensor(rewards, device=device),
+        exact_B=torch.tensor(exact, device=device) & sampled.stopped_B,
+        truncated_B=~sampled.stopped_B,
+        routing=sampled.routing,
+    )

@@ -1,0 +1,217 @@
+"""The experiment: rollouts, advantages, updates, drift; step after step, one line per arrow of the pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from moe_rl.advantage import equal_group_share, group_advantages
+from moe_rl.cold_start import lay_out, warm_up
+from moe_rl.config import ConfigError, Experiment
+from moe_rl.drift import DriftMeter
+from moe_rl.models.families import find_routers
+from moe_rl.provenance import provenance
+from moe_rl.records import Rollouts
+from moe_rl.routers.base import changes_routing, install
+from moe_rl.store import RunWriter
+from moe_rl.tasks.base import overlap
+from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
+
+EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
+
+
+def derive_seed(seed: int, purpose: str, step: int) -> int:
+    """A seed for one purpose at one step: arms share it, and no generator's state has to be carried along."""
+    digest = hashlib.blake2b(f"{seed}|{purpose}|{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def run(
+    e: Experiment, writer: RunWriter, cache_dir: str, report: Callable[[dict[str, Any]], None] = lambda row: None
+) -> str:
+    """Train one arm at one seed and write what happened. Returns the state it ended in: finished or diverged.
+
+    report: called with each row of the table `steps`.
+    """
+    clock = Clock()
+    model, tokenizer = build_policy(e, writer, cache_dir)
+    optimizer, schedule = e.optim.build(model, e.steps * e.updates)
+    drift = build_meter(e, model, tokenizer)
+    queries = tokens = 0
+    report_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None, e, writer, report, clock)
+    for step in range(1, e.steps + 1):
+        clock.lap()
+        prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
+        rollouts = sample(e, model, tokenizer, prompts, step)
+        advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B)
+        row = {"step": step, "rollout_s": clock.lap()}
+        rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
+        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay)
+        row["old_pass_s"] = clock.lap()
+        if drift:
+            drift.begin_step(step, rollouts)
+        changes = []
+        row |= {"drift_s": clock.lap(), "update_s": 0.0}
+        for number, batch in enumerate(batches, start=1):
+            update = take_update(model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm)
+            after_update(e, model)
+            row["update_s"] += clock.lap()
+            writer.append("updates", {"step": step, "update": number, **update})
+            if not (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])):
+                reason = f"loss {update['loss']}, gradient norm {update['grad_norm']} at step {step}, update {number}"
+                writer.status("diverged", step=step, steps=e.steps, reason=reason)
+                return "diverged"
+            if drift:
+                for comparison in drift.after_update(step, number):
+                    writer.append("drift", comparison)
+                    if (comparison["tokens"], comparison["reference"]) == ("rollout", "previous"):
+                        changes.append(sum(comparison["slot_change"]) / len(comparison["slot_change"]))
+            row["drift_s"] += clock.lap()
+        queries, tokens = queries + len(rollouts), tokens + int(rollouts.response_BT.sum())
+        row |= {"queries": queries, "tokens": tokens} | describe(rollouts, batches)
+        if step == e.steps or (e.eval_every and step % e.eval_every == 0):
+            row |= evaluate(e, model, tokenizer, step)
+        report_step(row, sum(changes) / len(changes) if changes else None, e, writer, report, clock)
+    writer.status("finished", step=e.steps, steps=e.steps)
+    return "finished"
+
+
+def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The policy after its cold start, with the router variant in place; writes down what it is."""
+    torch.set_num_threads(e.launch.threads)
+    model, tokenizer = e.model.build(e.seed)
+    sites = find_routers(model)
+    if not sites and (e.replay != "none" or changes_routing(e.router)):
+        raise ConfigError(f"{type(model).__name__} has no MoE layers; set arm.replay=none and router=native")
+    install(model, e.router)
+    check_lengths(e, model, tokenizer)
+    warmth = warm_up(model, tokenizer, e.task, e.cold_start, e.seed, cache_dir)
+    model.to(e.launch.device)
+    if e.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    make_deterministic(model)
+    train = e.task.examples("train", e.prompts * e.steps, e.seed)
+    evaluation = e.task.examples("eval", e.eval_prompts, EVAL_SEED)
+    writer.describe(
+        label=e.label,
+        replay=e.replay,
+        num_layers=len(sites),
+        num_experts=max((site.num_experts for site in sites), default=0),
+        top_k=sites[0].top_k if sites else 0,
+        updates_per_step=e.updates,
+        steps=e.steps,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        model_class=type(model).__name__,
+        eval_overlap=overlap(train, evaluation),
+        cold_start=warmth,
+        **provenance(),
+    )
+    return model, tokenizer
+
+
+def check_lengths(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ConfigError, before anything is trained, for answers that cannot be given or prompts that cannot be read."""
+    examples = e.task.examples("train", 256, e.seed) + e.task.examples("eval", min(256, e.eval_prompts), EVAL_SEED)
+    longest = max(len(tokenizer(x.answer, add_special_tokens=False)["input_ids"]) for x in examples) + 1
+    if longest > e.engine.max_new_tokens:
+        raise ConfigError(
+            f"answers have up to {longest} tokens with the end-of-sequence token, responses at most "
+            f"{e.engine.max_new_tokens}; set engine.max_new_tokens={longest} or more"
+        )
+    width = max(len(tokenizer(x.prompt, add_special_tokens=False)["input_ids"]) for x in examples)
+    limit = model.config.get_text_config().max_position_embeddings
+    if width + e.engine.max_new_tokens > limit:
+        raise ConfigError(
+            f"a prompt of {width} tokens and {e.engine.max_new_tokens} new ones exceed the model's {limit} positions; "
+            "shorten the prompts, or lower engine.max_new_tokens"
+        )
+
+
+def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DriftMeter | None:
+    """The drift meter, None for a dense model. Its probe: evaluation prompts with their right answers."""
+    if not find_routers(model):
+        return None
+    examples = e.task.examples("eval", max(1, e.drift.probe), EVAL_SEED)
+    tokens, attention, _ = lay_out(tokenizer, examples, [example.answer for example in examples])
+    return DriftMeter(model, e.drift, (tokens.to(model.device), attention.to(model.device)))
+
+
+def sample(
+    e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], step: int
+) -> Rollouts:
+    """This step's rollouts, with the sampler's routing where the arm replays it."""
+    seed = derive_seed(e.seed, "rollout", step)
+    return e.engine.sample(model, tokenizer, e.task, prompts, e.completions, seed, e.replay == "rollout")
+
+
+@torch.no_grad()
+def evaluate(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, float]:
+    """Reward on the evaluation prompts, one sampled completion each."""
+    if not e.eval_prompts:
+        return {}
+    prompts = e.task.examples("eval", e.eval_prompts, EVAL_SEED)
+    rollouts = e.engine.sample(model, tokenizer, e.task, prompts, 1, derive_seed(e.seed, "eval", step))
+    return {"eval_reward": float(rollouts.rewards_B.mean()), "eval_exact": float(rollouts.exact_B.float().mean())}
+
+
+def after_update(e: Experiment, model: nn.Module) -> None:
+    """Let a stateful router variant look at the update that was taken."""
+    if changes_routing(e.router):
+        for site in find_routers(model):
+            e.router.after_update(site.module)
+
+
+def describe(rollouts: Rollouts, batches: list[MiniBatch]) -> dict[str, float]:
+    """What the table `steps` says about the rollouts."""
+    entropy = sum(float(entropies.sum()) for batch in batches for entropies in batch.entropies)
+    return {
+        "reward": float(rollouts.rewards_B.mean()),
+        "reward_sd": float(rollouts.rewards_B.std()),
+        "exact": float(rollouts.exact_B.float().mean()),
+        "equal_groups": equal_group_share(rollouts.rewards_B, rollouts.group_ids_B),
+        "response_length": float(rollouts.response_BT.sum(1).float().mean()),
+        "truncated": float(rollouts.truncated_B.float().mean()),
+        "entropy": entropy / int(rollouts.response_BT.sum()),
+    }
+
+
+def report_step(
+    row: dict[str, Any],
+    slot_change: float | None,
+    e: Experiment,
+    writer: RunWriter,
+    report: Callable[[dict[str, Any]], None],
+    clock: Clock,
+) -> None:
+    """Write a row of `steps`, and show where the run stands. slot_change: mean per update of the step, if measured."""
+    row |= {"cpu_s": clock.cpu(), "wall_s": clock.wall()}
+    writer.append("steps", row)
+    shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
+    writer.status("running", step=row["step"], steps=e.steps, **shown)
+    report(row | shown)
+
+
+class Clock:
+    """CPU and wall seconds of this process since it was made, and CPU seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self.began_cpu, self.began = time.process_time(), time.perf_counter()
+        self.last = self.began_cpu
+
+    def lap(self) -> float:
+        now = time.process_time()
+        lap, self.last = now - self.last, now
+        return lap
+
+    def cpu(self) -> float:
+        return time.process_time() - self.began_cpu
+
+    def wall(self) -> float:
+        return time.perf_counter() - self.began

@@ -1,0 +1,59 @@
+"""The contract of a policy loss, and the ratios that most of them share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from moe_rl.records import LossOutput, PolicyBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyLoss(abc.ABC):
+    """A policy loss. Fields of a subclass are its hyper-parameters.
+
+    A loss owns the level of its ratio (token or sequence) and its reduction. It must give exactly the policy gradient
+    -A grad log pi, so reduced, where new and old policy agree, and nothing for sequences without tokens or advantage.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, batch: PolicyBatch) -> LossOutput: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClippedLoss(PolicyLoss):
+    """A policy loss whose ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ValueError(
+                f"clip bounds low {self.clip_low} and high {self.clip_high} are impossible; "
+                "the ratio is kept in [1 - clip_low, 1 + clip_high]"
+            )
+
+    def clip(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(min(ratio A, clip(ratio) A), where that has no gradient); arguments broadcast."""
+        bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
+        return torch.minimum(ratio * advantages, bounded * advantages), torch.where(advantages > 0, above, below)
+
+
+def token_log_ratio(batch: PolicyBatch) -> Tensor:
+    """log w_BT = logprobs - old_logprobs on response tokens; 0 elsewhere, and 0 for sequences without advantage.
+
+    The second zero keeps an overflowing ratio of a sequence that cannot contribute from turning into 0 * inf.
+    """
+    counts_BT = batch.mask_BT & (batch.advantages_B != 0)[:, None]
+    return torch.where(counts_BT, batch.logprobs_BT - batch.old_logprobs_BT, 0.0)
+
+
+def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean over each sequence's response tokens, shape [B]; 0 for a sequence without any."""
+    lengths_B = mask_BT.sum(1).clamp(min=1)
+    return torch.where(mask_BT, values_BT, 0.0).sum(1) / lengths_B

@@ -1,0 +1,33 @@
+"""GSPO-token: GSPO's ratio, written per token so that advantages could differ within a sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from moe_rl.policy_losses.base import ClippedLoss, sequence_mean, token_log_ratio
+from moe_rl.records import LossOutput, PolicyBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GspoToken(ClippedLoss):
+    """A token's ratio has the sequence's value and the token's own gradient.
+
+        s_it = stopgrad(s_i) exp(logprobs - stopgrad(logprobs))
+        loss = - mean_i mean_t min(s_it A_i, clip(s_it, 1 - clip_low, 1 + clip_high) A_i)
+
+    The catch: with one advantage a sequence it equals GSPO in value, clip condition and gradient.
+    Source: arXiv 2507.18071 eq. 13-14.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __call__(self, batch: PolicyBatch) -> LossOutput:
+        sequence_log_ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT)
+        own_gradient_BT = torch.where(batch.mask_BT, batch.logprobs_BT - batch.logprobs_BT.detach(), 0.0)
+        ratio_BT = (sequence_log_ratio_B.detach()[:, None] + own_gradient_BT).exp()
+        gain_BT, clipped_BT = self.clip(ratio_BT, batch.advantages_B[:, None])
+        loss = -sequence_mean(gain_BT, batch.mask_BT).sum() / batch.num_sequences
+        return LossOutput(loss, clipped_BT & batch.mask_BT)

@@ -1,0 +1,112 @@
+"""What a person sees while runs go on: a live table on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from moe_rl.store import DONE, StoreError, read_json, state_of
+
+LINES_PER_RUN = 5
+
+
+def time_left(status: dict[str, Any]) -> float:
+    """Seconds that a run still needs at its pace so far; nan before its first step."""
+    step, steps = status.get("step", 0), status.get("steps", 0)
+    return status["wall_s"] / step * (steps - step) if step and steps else float("nan")
+
+
+def clock(seconds: float) -> str:
+    return "" if seconds != seconds else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class Board:
+    """The runs of a sweep, read from their folders."""
+
+    def __init__(self, folders: list[Path], shown: bool):
+        self.folders, self.shown = folders, shown
+        self.console = Console()
+        self.live = Live(console=self.console, auto_refresh=False) if shown and self.console.is_terminal else None
+        self.said: dict[Path, tuple[str, int]] = {}
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Board:
+        if self.live:
+            self.live.start()
+        elif self.shown:
+            done = sum(state_of(folder) in DONE for folder in self.folders)
+            self.console.print(f"{len(self.folders)} runs, {done} of them finished before", highlight=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.refresh()
+        if self.live:
+            self.live.stop()
+
+    def refresh(self) -> None:
+        """Show the present state."""
+        if self.shown:
+            rows = [(folder, self._status(folder)) for folder in self.folders]
+            if self.live:
+                self.live.update(self._table(rows), refresh=True)
+            else:
+                self._lines(rows)
+
+    @staticmethod
+    def _status(folder: Path) -> dict[str, Any]:
+        try:
+            status = read_json(folder / "status.json") if (folder / "status.json").exists() else {}
+            return {**status, "state": state_of(folder)}
+        except StoreError:
+            return {"state": "damaged"}
+
+    def _table(self, rows: list[tuple[Path, dict[str, Any]]]) -> Table:
+        done = sum(status["state"] in DONE for _, status in rows)
+        table = Table(title=f"{done} of {len(rows)} runs, {clock(time.monotonic() - self.began)} elapsed")
+        for name in ("run", "state", "step", "reward", "slot change", "time left"):
+            table.add_column(name, justify="left" if name in ("run", "state") else "right")
+        for folder, status in rows:
+            if status["state"] != "missing":
+                table.add_row(name_of(folder), status["state"], *cells(status))
+        return table
+
+    def _lines(self, rows: list[tuple[Path, dict[str, Any]]]) -> None:
+        for folder, status in rows:
+            state, step, steps = status["state"], status.get("step", 0), status.get("steps", 0)
+            part = step * LINES_PER_RUN // steps if steps else 0
+            if state != "missing" and self.said.get(folder) != (state, part):
+                self.said[folder] = (state, part)
+                if state in DONE and not self.said.get(folder):
+                    continue
+                number, reward, drift, left = cells(status)
+                text = f"{name_of(folder)}: {state}, step {number}, reward {reward}, slot change {drift}"
+                self.console.print(text + (f", {left} left" if left else ""), highlight=False, soft_wrap=True)
+
+
+def name_of(folder: Path) -> str:
+    arm, knobs, seed = folder.parts[-3:]
+    return f"{arm} {'' if knobs == 'default' else knobs + ' '}{seed.replace('_', ' ')}"
+
+
+def cells(status: dict[str, Any]) -> tuple[str, str, str, str]:
+    """step, reward, slot change and time left of a run, as text."""
+
+    def number(key: str, digits: str) -> str:
+        value = status.get(key)
+        return format(float(value), digits) if value is not None else ""
+
+    left = clock(time_left(status)) if status["state"] == "running" else ""
+    return (
+        f"{status.get('step', 0)}/{status.get('steps', '?')}",
+        number("reward", ".3f"),
+        number("slot_change", ".2%"),
+        left,
+    )

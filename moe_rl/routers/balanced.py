@@ -1,0 +1,44 @@
+"""A router with a load-balancing bias instead of an auxiliary loss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routers.base import Router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balanced(Router):
+    """Overloaded experts are made less likely to be chosen, idle ones more, without touching the gates.
+
+        expert_ids = topk(scores + bias)
+        after each update: bias += speed * sign(mean load - load)       load: tokens seen in training since the last one
+
+    The catch: the bias moves the routing even where the weights stand still. Padding counts as load here.
+    Source: arXiv 2408.15664 section 3.
+    """
+
+    speed: float = 0.001
+
+    def __post_init__(self) -> None:
+        if self.speed < 0:
+            raise ValueError(f"speed is {self.speed}; set it to 0 or more")
+
+    def attach(self, router: nn.Module, num_experts: int, top_k: int) -> None:
+        device = next(router.parameters()).device
+        router.register_buffer("balance_bias", torch.zeros(num_experts, device=device))
+        router.register_buffer("balance_load", torch.zeros(num_experts, device=device))
+
+    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+        ids_NK = (scores_NE.detach() + router.balance_bias).topk(top_k, dim=-1).indices
+        if torch.is_grad_enabled():
+            router.balance_load.add_(torch.bincount(ids_NK.flatten(), minlength=scores_NE.shape[-1]))
+        return ids_NK
+
+    def after_update(self, router: nn.Module) -> None:
+        load: Tensor = router.balance_load
+        router.balance_bias.add_(torch.sign(load.mean() - load), alpha=self.speed)
+        load.zero_()

@@ -1,0 +1,35 @@
+"""A router with a learned preference for each expert."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routers.base import Router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedPrior(Router):
+    """Each expert has a learned offset that counts in its choice and in its gate.
+
+        expert_ids = topk(log-scores + prior)        gates = softmax(logits[expert_ids] + prior[expert_ids])
+
+    The catch: gates always sum to 1, and the offsets learn only through the gates.
+    """
+
+    start: float = 0.0  # every offset at first
+
+    def attach(self, router: nn.Module, num_experts: int, top_k: int) -> None:
+        weight = next(router.parameters())
+        router.prior = nn.Parameter(torch.full((num_experts,), self.start, device=weight.device))
+
+    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+        # Families rank probabilities (0 to 1) or logits; the logarithm of the first is the second up to a constant.
+        scores = scores_NE.detach().float()
+        logs_NE = torch.where(scores.min() >= 0, scores.clamp(min=1e-20).log(), scores)
+        return (logs_NE + router.prior.detach()).topk(top_k, dim=-1).indices
+
+    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: nn.Module) -> Tensor:
+        return (logits_NE.float().gather(-1, expert_ids_NK) + router.prior[expert_ids_NK]).softmax(-1)

@@ -1,0 +1,199 @@
+"""The policy update: the old policy's view of the rollouts, then one optimizer step on each mini-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_scheduler
+
+from moe_rl.policy import response_logprobs
+from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.recording import record
+from moe_rl.records import PolicyBatch, Rollouts, RoutingTrace
+from moe_rl.replaying import replay
+from moe_rl.store import QUANTILES
+
+REPLAYS = {
+    "none": "every policy routes by itself",
+    "old_policy": "training forwards use the experts of the old-logprob pass (Routing Replay, R2)",
+    "rollout": "training and old-logprob forwards use the experts of the sampling pass (R3, arXiv 2510.11370)",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and what surrounds it.
+
+    lr: peak learning rate. schedule: constant, linear or cosine decay to 0 after warmup_updates.
+    max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
+    """
+
+    lr: float = 2e-4
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_updates: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr is {self.lr}; set it above 0")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
+        for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it lies in [0, 1)")
+
+    def build(self, model: nn.Module, total_updates: int) -> tuple[torch.optim.Optimizer, Any]:
+        """(optimizer, schedule) for the model's parameters."""
+        optimizer = torch.optim.AdamW(
+            model.parameters(), self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
+        )
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        return optimizer, get_scheduler(name, optimizer, self.warmup_updates, total_updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """The rows of one update, cut into micro-batches, with what the old policy said about them.
+
+    Old log probabilities come from forwards of the very same micro-batches, so that the first update's ratios are
+    exactly 1 and not 1 up to the rounding of another batch shape.
+    """
+
+    parts: list[Rollouts]
+    advantages: list[Tensor]
+    old_logprobs: list[Tensor]
+    entropies: list[Tensor]
+    routing: list[RoutingTrace | None]
+
+
+def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
+    """Row numbers of each of `updates` mini-batches: a random partition of `count` rows, a function of `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randperm(count, generator=generator).chunk(updates))
+
+
+@torch.no_grad()
+def old_pass(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    advantages_B: Tensor,
+    rows: list[Tensor],
+    micro_batch: int,
+    replayed: str,
+) -> list[MiniBatch]:
+    """The old policy's log probabilities, entropies and routing of all rollouts, in mini-batches and micro-batches.
+
+    micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS.
+    """
+    batches = []
+    for rows_of_update in rows:
+        parts = list(rows_of_update.split(micro_batch or len(rows_of_update)))
+        batch = MiniBatch([rollouts[part] for part in parts], [advantages_B[part] for part in parts], [], [], [])
+        for part in batch.parts:
+            with contextlib.ExitStack() as stack:
+                recorder = None
+                if replayed == "rollout":
+                    stack.enter_context(replay(model, require_routing(part)))
+                elif replayed == "old_policy":
+                    recorder = stack.enter_context(record(model, source="old"))
+                logprobs, entropy = response_logprobs(model, part)
+            batch.old_logprobs.append(logprobs)
+            batch.entropies.append(entropy)
+            batch.routing.append(recorder.trace if recorder is not None else part.routing)
+        batches.append(batch)
+    return batches
+
+
+def require_routing(rollouts: Rollouts) -> RoutingTrace:
+    if rollouts.routing is None:
+        raise ValueError("replay=rollout needs rollouts with routing, these have none; sample with record_routing=True")
+    return rollouts.routing
+
+
+def take_update(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    batch: MiniBatch,
+    loss: PolicyLoss,
+    replayed: str,
+    max_grad_norm: float,
+) -> dict[str, Any]:
+    """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
+
+    A loss or gradient that is not finite leaves the weights as they were.
+    """
+    num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
+    num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
+    log_ratios, clipped, total = [], [], 0.0
+    optimizer.zero_grad(set_to_none=True)
+    for part, advantages_B, old_BT, routing in zip(
+        batch.parts, batch.advantages, batch.old_logprobs, batch.routing, strict=True
+    ):
+        with replay(model, routing) if replayed != "none" else contextlib.nullcontext():
+            logprobs_BT, _ = response_logprobs(model, part)
+            output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
+            output.loss.backward()
+        total += float(output.loss.detach())
+        log_ratios.append((logprobs_BT.detach() - old_BT, part.response_BT))
+        clipped.append(output.clipped_BT)
+    grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+    lr = optimizer.param_groups[0]["lr"]
+    if math.isfinite(total) and math.isfinite(grad_norm):
+        optimizer.step()
+        schedule.step()
+    row = {"loss": total, "grad_norm": grad_norm, "lr": lr}
+    return row | clip_columns(clipped, num_sequences, num_tokens) | ratio_columns(log_ratios)
+
+
+def clip_columns(clipped: list[Tensor], num_sequences: int, num_tokens: int) -> dict[str, float]:
+    """Share of tokens, and of sequences with one or more tokens, whose gradient was clipped away."""
+    return {
+        "clip_frac": sum(int(part.sum()) for part in clipped) / num_tokens,
+        "clip_frac_sequences": sum(int(part.any(1).sum()) for part in clipped) / num_sequences,
+    }
+
+
+def ratio_columns(log_ratios: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Spread of the log ratios, the same for every loss. log_ratios: (log w_BT, mask_BT) of each micro-batch.
+
+    log s is the mean of log w over a sequence. k3 = mean_t (w - 1 - log w), on tokens sampled from the old policy.
+    """
+    log_w_N = torch.cat([log_w_BT[mask_BT] for log_w_BT, mask_BT in log_ratios])
+    log_s_B = torch.cat([log_w_BT.sum(1) / mask_BT.sum(1) for log_w_BT, mask_BT in log_ratios])
+    log_s_B = log_s_B[torch.cat([mask_BT.any(1) for _, mask_BT in log_ratios])]
+    return {
+        **_spread("log_w", log_w_N),
+        **_spread("log_s", log_s_B),
+        "k3": float((log_w_N.expm1() - log_w_N).mean()),
+    }
+
+
+def _spread(name: str, values_N: Tensor) -> dict[str, Any]:
+    values_N = values_N.double()
+    quantiles = torch.quantile(values_N, torch.tensor(QUANTILES, dtype=torch.float64, device=values_N.device))
+    return {f"{name}_sd": float(values_N.std(correction=0)), f"{name}_q": quantiles.tolist()}
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Put the model in eval mode, so that dropout and router jitter cannot make old and new policy differ.
+
+    Under activation checkpointing the layers themselves must be in training mode for it to happen; their parts stay in
+    eval mode. Gradients flow in either mode.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
