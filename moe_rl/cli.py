@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -20,9 +21,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right; anything else is a fault of the program and keeps its traceback.
 USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, RoutingError)
 
+sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher
 settings.register()
 ConfigStore.instance().store(
-    group="hydra/launcher", name="moe_rl", node={"_target_": "hydra_plugins.moe_rl.LocalLauncher"}
+    group="hydra/launcher", name="moe_rl", node={"_target_": "hydra_plugins.moe_rl_local.LocalLauncher"}
 )
 
 
@@ -51,7 +53,9 @@ def print_step(row: dict[str, Any]) -> None:
         "slot_change": ".2%",
         "cpu_s": ".1f",
     }
-    print("  ".join(f"{key} {row[key]:{digits}}" for key, digits in shown.items() if row.get(key) is not None), flush=True)
+    print(
+        "  ".join(f"{key} {row[key]:{digits}}" for key, digits in shown.items() if row.get(key) is not None), flush=True
+    )
 
 
 @hydra.main(version_base="1.3", config_path=settings.config_folder(), config_name="config")
@@ -64,6 +68,4 @@ def _main(config: DictConfig) -> None:
 
 def train() -> None:
     """The command-line entry point."""
-    from moe_rl import launcher  # noqa: F401 (registers itself with Hydra)
-
     sys.exit(_main())

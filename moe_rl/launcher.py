@@ -9,12 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from moe_rl.config import ConfigError, build, identity, knobs
@@ -30,113 +26,103 @@ class Run:
 
     overrides: list[str]
     folder: Path
-    steps: int
     process: subprocess.Popen[bytes] | None = None
     failure: str = ""
 
 
-class LocalLauncher(Launcher):
-    """At most launch.jobs runs at once, each in a process of its own with launch.threads threads.
+def launch(context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Run a sweep: at most launch.jobs runs at once, each in a process of its own with launch.threads threads.
 
     All configs are checked before the first run starts. Finished runs are skipped, others started (again). A run that
     dies, of whatever, is reported with its reason; the others go on; the exit code is then 1.
     """
+    try:
+        runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
+        _refuse_twins(runs)
+    except (ConfigError, StoreError) as error:
+        raise SystemExit(f"error: {error}") from None
+    waiting = [run for run in runs if state_of(run.folder) not in DONE]
+    with Board([run.folder for run in runs], config.launch.progress) as board:
+        _run_all(waiting, config.launch, board)
+    failed = [run for run in runs if run.failure]
+    for run in failed:
+        print(f"failed: {' '.join(run.overrides)}: {run.failure} (log: {run.folder / 'log.txt'})", file=sys.stderr)
+    if failed:
+        raise SystemExit(1)
+    return [run.overrides for run in runs]
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.context, self.config = hydra_context, config
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        try:
-            runs = [self._prepare(list(overrides)) for overrides in job_overrides]
-            self._refuse_twins(runs)
-        except (ConfigError, StoreError) as error:
-            raise SystemExit(f"error: {error}") from None
-        waiting = [run for run in runs if state_of(run.folder) not in DONE]
-        with Board([run.folder for run in runs], self.config.launch.progress) as board:
-            self._run_all(waiting, board)
-        failed = [run for run in runs if run.failure]
-        for run in failed:
-            print(f"failed: {' '.join(run.overrides)}: {run.failure} (log: {run.folder / 'log.txt'})", file=sys.stderr)
-        if failed:
-            raise SystemExit(1)
-        return [JobReturn(overrides=run.overrides, status=JobStatus.COMPLETED) for run in runs]
+def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) -> Run:
+    config = context.config_loader.load_sweep_config(master, overrides)
+    with open_dict(config):
+        config.pop("hydra", None)
+    try:
+        experiment = build(config)
+    except ConfigError as error:
+        raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    results, varied = config.launch.results_dir, knobs(config, overrides)
+    folder = run_folder(results, experiment.study_name, experiment.label, varied, experiment.seed)
+    check_config(folder, identity(config))
+    return Run(overrides, folder)
 
-    def _prepare(self, overrides: list[str]) -> Run:
-        config = self.context.config_loader.load_sweep_config(self.config, overrides)
-        with open_dict(config):
-            config.pop("hydra", None)
-        try:
-            experiment = build(config)
-        except ConfigError as error:
-            raise ConfigError(f"{' '.join(overrides)}: {error}") from error
-        results, varied = config.launch.results_dir, knobs(config, overrides)
-        folder = run_folder(results, experiment.study_name, experiment.label, varied, experiment.seed)
-        check_config(folder, identity(config))
-        return Run(overrides, folder, experiment.steps)
 
-    @staticmethod
-    def _refuse_twins(runs: list[Run]) -> None:
-        seen: dict[Path, Run] = {}
-        for run in runs:
-            twin = seen.setdefault(run.folder, run)
-            if twin is not run:
-                raise ConfigError(
-                    f"{' '.join(twin.overrides)} and {' '.join(run.overrides)} are the same run; sweep over what differs"
-                )
+def _refuse_twins(runs: list[Run]) -> None:
+    seen: dict[Path, Run] = {}
+    for run in runs:
+        twin = seen.setdefault(run.folder, run)
+        if twin is not run:
+            one, other = " ".join(twin.overrides), " ".join(run.overrides)
+            raise ConfigError(f"{one} and {other} are the same run; sweep over what differs")
 
-    def _run_all(self, waiting: list[Run], board: Board) -> None:
-        running: list[Run] = []
-        queue = list(waiting)
-        try:
-            while queue or running:
-                while queue and len(running) < self.config.launch.jobs:
-                    running.append(self._start(queue.pop(0)))
-                for run in [run for run in running if run.process is not None and run.process.poll() is not None]:
-                    running.remove(run)
-                    self._judge(run)
-                board.refresh()
-                time.sleep(POLL_SECONDS)
-        finally:
-            for run in running:
-                if run.process is not None:
-                    run.process.terminate()
 
-    def _start(self, run: Run) -> Run:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        threads = str(self.config.launch.threads)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        launch: dict[str, Any] = dict(self.config.launch) | {"progress": False}
-        where = [f"launch.{key}={value}" for key, value in launch.items()]
-        kept = [override for override in run.overrides if not override.startswith("launch.")]
-        with open(run.folder / "log.txt", "ab") as log:
-            run.process = subprocess.Popen(
-                [sys.executable, sys.argv[0], *kept, *where, "hydra.mode=RUN"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
-            )  # fmt: skip
-        return run
+def _run_all(waiting: list[Run], settings: DictConfig, board: Board) -> None:
+    running: list[Run] = []
+    queue = list(waiting)
+    try:
+        while queue or running:
+            while queue and len(running) < settings.jobs:
+                running.append(_start(queue.pop(0), settings))
+            for run in [run for run in running if run.process is not None and run.process.poll() is not None]:
+                running.remove(run)
+                _judge(run)
+            board.refresh()
+            time.sleep(POLL_SECONDS)
+    finally:
+        for run in running:
+            if run.process is not None:
+                run.process.terminate()
 
-    @staticmethod
-    def _judge(run: Run) -> None:
-        assert run.process is not None
-        code = run.process.returncode
-        if code == 0:
-            return
-        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        status = read_json(run.folder / "status.json") if (run.folder / "status.json").exists() else {}
-        run.failure = (
-            f"{died}: {status['reason']}" if status.get("reason") else f"{died}: {last_line(run.folder / 'log.txt')}"
-        )
+
+def _start(run: Run, settings: DictConfig) -> Run:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    threads = str(settings.threads)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    where = [f"launch.{key}={value}" for key, value in ({**settings, "progress": False}).items()]
+    kept = [override for override in run.overrides if not override.startswith("launch.")]
+    with open(run.folder / "log.txt", "ab") as log:
+        run.process = subprocess.Popen(
+            [sys.executable, sys.argv[0], *kept, *where, "hydra.mode=RUN"],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+    return run
+
+
+def _judge(run: Run) -> None:
+    assert run.process is not None
+    code = run.process.returncode
+    if code == 0:
+        return
+    died = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    status = read_json(run.folder / "status.json") if (run.folder / "status.json").exists() else {}
+    run.failure = f"{died}: {status.get('reason') or last_line(run.folder / 'log.txt')}"
 
 
 def last_line(path: Path) -> str:
+    """The last line of a log that says something."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "nothing was logged")
-
-
-LocalLauncher.__module__ = "hydra_plugins.moe_rl"  # Hydra makes launchers only from its plugins' namespace
-Plugins.instance().register(LocalLauncher)

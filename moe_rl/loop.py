@@ -78,8 +78,8 @@ def run(
         row |= {"queries": queries, "tokens": tokens} | describe(rollouts, batches)
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
             row |= evaluate(e, model, tokenizer, step)
-        report_step(row, sum(changes) / len(changes) if changes else None, e, writer, report, clock)
-    writer.status("finished", step=e.steps, steps=e.steps)
+        shown = report_step(row, sum(changes) / len(changes) if changes else None, e, writer, report, clock)
+    writer.status("finished", step=e.steps, steps=e.steps, **shown)
     return "finished"
 
 
@@ -189,13 +189,17 @@ def report_step(
     writer: RunWriter,
     report: Callable[[dict[str, Any]], None],
     clock: Clock,
-) -> None:
-    """Write a row of `steps`, and show where the run stands. slot_change: mean per update of the step, if measured."""
+) -> dict[str, Any]:
+    """Write a row of `steps`, and show where the run stands; returns the numbers shown.
+
+    slot_change: mean per update of the step, if measured.
+    """
     row |= {"cpu_s": clock.cpu(), "wall_s": clock.wall()}
     writer.append("steps", row)
     shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
     writer.status("running", step=row["step"], steps=e.steps, **shown)
     report(row | shown)
+    return shown
 
 
 class Clock:

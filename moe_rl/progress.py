@@ -82,13 +82,12 @@ class Board:
         for folder, status in rows:
             state, step, steps = status["state"], status.get("step", 0), status.get("steps", 0)
             part = step * LINES_PER_RUN // steps if steps else 0
-            if state != "missing" and self.said.get(folder) != (state, part):
+            if state != "missing" and steps and self.said.get(folder) != (state, part):
                 self.said[folder] = (state, part)
-                if state in DONE and not self.said.get(folder):
-                    continue
                 number, reward, drift, left = cells(status)
-                text = f"{name_of(folder)}: {state}, step {number}, reward {reward}, slot change {drift}"
-                self.console.print(text + (f", {left} left" if left else ""), highlight=False, soft_wrap=True)
+                parts = [f"{name_of(folder)}: {state}", f"step {number}", reward and f"reward {reward}"]
+                parts += [drift and f"slot change {drift}", left and f"{left} left"]
+                self.console.print(", ".join(part for part in parts if part), highlight=False, soft_wrap=True)
 
 
 def name_of(folder: Path) -> str:
