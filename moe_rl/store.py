@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 import yaml
@@ -69,7 +69,6 @@ LEGEND: dict[str, dict[str, str]] = {
         "log_s_sd": "standard deviation of the sequence log ratio, nats a token",
         "log_s_q": "quantiles .01 .05 .25 .5 .75 .95 .99 of the sequence log ratio, nats a token",
         "k3": "mean of w - 1 - log w over tokens: estimates KL(old || new), nats a token",
-        "overridden": "share of expert slots in which replay changed the live choice",
     },
     "drift": {
         "step": "rollout batch, from 1",
@@ -217,10 +216,8 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
     except OSError as error:
         raise StoreError(f"cannot write to {folder}: {error.strerror}; choose another results_dir") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(f"{folder} is being written by another process; wait for it, or change the seed") from None
+        if not _claim(lock):
+            raise StoreError(f"{folder} is being written by another process; wait for it, or change the seed")
         check_config(folder, config)
         if state_of(folder) in DONE:
             yield None
@@ -237,6 +234,16 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
             with contextlib.suppress(OSError):
                 writer.status("failed", reason=f"{type(error).__name__}: {error}"[:2000])
             raise
+
+
+def _claim(lock: IO[str]) -> bool:
+    """Take the writer's lock. A reader in `state_of` holds it for an instant: worth half a second."""
+    for _ in range(10):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -61,8 +61,9 @@ def knob_label(knobs: str, everywhere: Iterable[str]) -> str:
 
 def runs_in(study: Study, arm: str, knobs: str, states: Iterable[str] | None = None) -> list[int]:
     """Seeds of an arm at a knob setting, sorted; with `states`, only runs in these."""
-    runs = study.runs[(study.runs["arm"] == arm) & (study.runs["knobs"] == knobs)]
-    return sorted(int(seed) for seed in (runs if states is None else runs[runs["state"].isin(list(states))])["seed"])
+    wanted = None if states is None else set(states)
+    runs = zip(*(study.runs[name] for name in ("arm", "knobs", "seed", "state")), strict=True)
+    return sorted(int(seed) for a, k, seed, state in runs if (a, k) == (arm, knobs) and (not wanted or state in wanted))
 
 
 def incidents(study: Study) -> list[str]:

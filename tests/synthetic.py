@@ -63,8 +63,17 @@ def make_study(
 
 
 class _Run:
-    def __init__(self, arm: str, seed: int, knobs: dict[str, Any], steps: int, updates: int, layers: int, top_k: int,
-                 experts: int) -> None:
+    def __init__(
+        self,
+        arm: str,
+        seed: int,
+        knobs: dict[str, Any],
+        steps: int,
+        updates: int,
+        layers: int,
+        top_k: int,
+        experts: int,
+    ) -> None:
         number = sorted((*ARMS, arm)).index(arm)
         self.rng = np.random.default_rng([seed, number, len(str(knobs))])
         self.arm, self.steps, self.updates = arm, steps, updates
@@ -74,9 +83,16 @@ class _Run:
 
     def describe(self, writer: store.RunWriter) -> None:
         writer.describe(
-            num_layers=self.layers, top_k=self.top_k * (self.layers > 0), num_experts=self.experts * (self.layers > 0),
-            updates_per_step=self.updates, parameters=1_200_000, versions={"torch": "2.13"}, machine="test",
-            git_commit="0" * 40, cpu_s=61.0 + self.rng.normal(), label="synthetic",
+            num_layers=self.layers,
+            top_k=self.top_k * (self.layers > 0),
+            num_experts=self.experts * (self.layers > 0),
+            updates_per_step=self.updates,
+            parameters=1_200_000,
+            versions={"torch": "2.13"},
+            machine="test",
+            git_commit="0" * 40,
+            cpu_s=61.0 + self.rng.normal(),
+            label="synthetic",
         )
 
     def write(self, writer: store.RunWriter, last: int, nan_at: int | None) -> None:
@@ -95,11 +111,22 @@ class _Run:
         progress = 1 - np.exp(-3 * self.rate * step / self.steps)
         reward = 0.25 + (self.ceiling - 0.25) * progress + rng.normal(0, 0.018)
         row = {
-            "step": step, "reward": nan if broken else reward, "reward_sd": 0.3, "exact": max(0.0, reward - 0.3),
-            "equal_groups": 0.1, "response_length": nan if broken else 11 - progress + rng.normal(0, 0.08),
-            "truncated": 0.01, "entropy": nan if broken else 0.9 - 0.6 * progress + rng.normal(0, 0.015),
-            "queries": 256 * step, "tokens": 2800 * step, "rollout_s": 0.3, "old_pass_s": 0.1, "update_s": 0.4,
-            "drift_s": 0.2, "cpu_s": 1.0 * step, "wall_s": 1.0 * step,
+            "step": step,
+            "reward": nan if broken else reward,
+            "reward_sd": 0.3,
+            "exact": max(0.0, reward - 0.3),
+            "equal_groups": 0.1,
+            "response_length": nan if broken else 11 - progress + rng.normal(0, 0.08),
+            "truncated": 0.01,
+            "entropy": nan if broken else 0.9 - 0.6 * progress + rng.normal(0, 0.015),
+            "queries": 256 * step,
+            "tokens": 2800 * step,
+            "rollout_s": 0.3,
+            "old_pass_s": 0.1,
+            "update_s": 0.4,
+            "drift_s": 0.2,
+            "cpu_s": 1.0 * step,
+            "wall_s": 1.0 * step,
         }
         if step % max(1, self.steps // 10) == 0:
             row["eval_reward"] = nan if broken else reward + 0.02 + rng.normal(0, 0.008)
@@ -113,15 +140,24 @@ class _Run:
         base = {"grpo": 1.6e-3, "grpo_routing_replay": 6e-4}.get(self.arm, 0.12)
         quantiles = np.array([-2.6, -1.7, -0.66, 0.01, 0.65, 1.6, 2.4])
         row = {
-            "step": step, "update": update, "loss": -0.01, "grad_norm": np.exp(rng.normal(-0.7, 0.15)) * self.rate,
-            "lr": 2e-4 * self.rate, "clip_frac": base * (update - 1) * np.exp(rng.normal(0, 0.3)),
-            "clip_frac_sequences": min(1.0, 10 * base * (update - 1)), "log_w_sd": spread,
-            "log_w_q": [float(q) for q in spread * quantiles], "log_s_sd": spread / 3.3,
-            "log_s_q": [float(q) for q in spread / 3.3 * quantiles], "k3": 0.5 * spread**2,
+            "step": step,
+            "update": update,
+            "loss": -0.01,
+            "grad_norm": np.exp(rng.normal(-0.7, 0.15)) * self.rate,
+            "lr": 2e-4 * self.rate,
+            "clip_frac": base * (update - 1) * np.exp(rng.normal(0, 0.3)),
+            "clip_frac_sequences": min(1.0, 10 * base * (update - 1)),
+            "log_w_sd": spread,
+            "log_w_q": [float(q) for q in spread * quantiles],
+            "log_s_sd": spread / 3.3,
+            "log_s_q": [float(q) for q in spread / 3.3 * quantiles],
+            "k3": 0.5 * spread**2,
         }
         if broken:
-            row = {key: value if key in ("step", "update") else [nan] * 7 if key.endswith("_q") else nan
-                   for key, value in row.items()}
+            row = {
+                key: value if key in ("step", "update") else [nan] * 7 if key.endswith("_q") else nan
+                for key, value in row.items()
+            }
         writer.append("updates", row)
 
     def drift(self, writer: store.RunWriter, step: int, update: int, tokens: str, reference: str) -> None:
@@ -136,9 +172,20 @@ class _Run:
         for p in sets:  # how many layers change, if they change independently
             changed = np.append(changed * (1 - p), 0) + np.insert(changed * p, 0, 0)
         before = np.concatenate([[1], np.cumprod(1 - sets)[:-1]])
-        writer.append("drift", {
-            "step": step, "update": update, "tokens": tokens, "reference": reference, "n": 700,
-            "slot_change": share.tolist(), "set_change": sets.tolist(), "deviation": deviation,
-            "any_layer_change": float(1 - changed[0]), "changed_layers": changed.tolist(),
-            "first_changed": (before * sets).tolist(), "by_position": np.linspace(0.8, 1.2, 10).tolist(),
-        })
+        writer.append(
+            "drift",
+            {
+                "step": step,
+                "update": update,
+                "tokens": tokens,
+                "reference": reference,
+                "n": 700,
+                "slot_change": share.tolist(),
+                "set_change": sets.tolist(),
+                "deviation": deviation,
+                "any_layer_change": float(1 - changed[0]),
+                "changed_layers": changed.tolist(),
+                "first_changed": (before * sets).tolist(),
+                "by_position": np.linspace(0.8, 1.2, 10).tolist(),
+            },
+        )

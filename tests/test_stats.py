@@ -124,7 +124,10 @@ def test_bootstrap_agrees_with_scipy_on_one_task():
     values = np.random.default_rng(3).normal(size=20)
     ours = stats.iqm_bootstrap({"only": values}, np.random.default_rng(0), 20_000)
     reference = scipy_stats.bootstrap(
-        (values,), lambda x, axis: scipy_stats.trim_mean(x, 0.25, axis=axis), n_resamples=20_000, method="percentile",
+        (values,),
+        lambda x, axis: scipy_stats.trim_mean(x, 0.25, axis=axis),
+        n_resamples=20_000,
+        method="percentile",
         rng=np.random.default_rng(1),
     ).confidence_interval
     assert (ours.low, ours.high) == pytest.approx((reference.low, reference.high), abs=0.02)

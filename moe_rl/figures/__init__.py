@@ -60,6 +60,8 @@ def draw_all(
     chosen, formats = list(only) or names(), list(formats)
     for name in chosen:
         _module(name)
+    for kind in set(formats) - set(FORMATS):
+        raise FigureError(f"no figure format {kind!r}; choose from {', '.join(FORMATS)}")
     study = read_study(folder)
     summary.summary_table(study).to_csv(study.folder / "summary.csv", index=False)
     written = [study.folder / "summary.csv"]

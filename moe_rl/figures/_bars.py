@@ -33,8 +33,7 @@ def spanned(study: Study, drift: pd.DataFrame, arm: str, knobs: str, span: str) 
 def run_lists(study: Study, rows: pd.DataFrame, arm: str, knobs: str, column: str) -> list[Group]:
     """For every position of a list column: its mean over each run's rows."""
     means = {
-        int(seed): np.mean(np.array(part[column].to_list(), dtype=float), axis=0)
-        for seed, part in rows.groupby("seed")
+        int(seed): np.mean(np.array(part[column].to_list(), dtype=float), axis=0) for seed, part in rows.groupby("seed")
     }
     good = [means[seed] for seed in finished(study, arm, knobs) if seed in means]
     bad = [means[seed] for seed in summary.runs_in(study, arm, knobs, ["diverged"]) if seed in means]
@@ -66,8 +65,17 @@ def draw_bar(axes: Axes, place: float, width: float, look: Look, group: Group, f
             axes.vlines(place, max(mean.low, floor), mean.high, color="black", linewidth=2, zorder=3)
     for values, marker in ((good, look.marker), (bad, "X")):
         offsets = (np.arange(len(values)) - (len(values) - 1) / 2) * width / max(4, len(values) + 1)
-        axes.scatter(place + offsets, np.maximum(values, floor), s=26, marker=marker, color="white", edgecolor="black",
-                     linewidth=0.9, zorder=4, clip_on=False)
+        axes.scatter(
+            place + offsets,
+            np.maximum(values, floor),
+            s=26,
+            marker=marker,
+            color="white",
+            edgecolor="black",
+            linewidth=0.9,
+            zorder=4,
+            clip_on=False,
+        )
     if len(good) + len(bad) and not (np.concatenate([good, bad]) > 0).all():
         axes.annotate("0", (place, floor), (0, 7), textcoords="offset points", ha="center", zorder=5)
 

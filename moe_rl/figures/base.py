@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from moe_rl import stats, summary
+from moe_rl import summary
 from moe_rl.store import DONE, Study
 
 FORMATS = ("png", "svg", "pdf")
@@ -45,10 +44,6 @@ METADATA: dict[str, dict[str, Any]] = {  # nothing that changes between two savi
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-CURVES = (
-    "Thin: single seeds (X: diverged, |: failed or cut off). Thick: mean over runs with a result, up to where the "
-    "first one diverges. Bands: 95 % t interval over seeds, cut at the axis."
-)
 
 
 class FigureError(RuntimeError):
@@ -91,39 +86,64 @@ def look(arm: str) -> Look:
 # --------------------------------------------------------------------------------------------------------------- page
 def page(rows: int, columns: int, width: float = 4.1, height: float = 3.3, **subplots: Any) -> tuple[Figure, Any]:
     """A figure with rows x columns panels and its [rows, columns] axes; sizes in inches a panel."""
-    engine = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
-    figure = Figure(figsize=(max(7.2, columns * width), rows * height + 1.7), layout=engine)
+    figure = Figure(figsize=(max(7.2, columns * width), rows * height + 0.4), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **subplots)
 
 
 def finish(figure: Figure, study: Study, title: str, explanation: str, handles: Sequence[Any] = ()) -> Figure:
     """Title above, legend under it, and at the foot: how to read it, seeds, model, and every run that went wrong."""
-    wide = int(figure.get_figwidth() * 12.2)
+    width, height = figure.get_size_inches()
     notes = [f"Study {study.folder.name}; {model_text(study)}. {explanation}"]
     told = summary.incidents(study)
     if told:
         shown = told if len(told) <= 12 else [*told[:12], f"and {len(told) - 12} more, see summary.csv"]
         notes.append("Runs not finished: " + "; ".join(shown) + ".")
-    text = "\n".join(line for note in notes for line in textwrap.wrap(note, wide))
+    text = "\n".join(line for note in notes for line in textwrap.wrap(note, int(width * 12.7)))
     # The layout engine keeps room for a supxlabel, and not for free text.
     figure.supxlabel(text, x=0.012, ha="left", fontsize=10.5, color="#333333", linespacing=1.25)
-    lines = textwrap.wrap(title, int(figure.get_figwidth() * 9))
-    figure.suptitle("\n".join(lines), fontsize=15)
+    lines = textwrap.wrap(title, int(width * 9))
+    widest = max((len(str(handle.get_label())) for handle in handles), default=1)
+    columns = min(len(handles), max(1, int(width / (0.85 + 0.095 * widest)))) or 1
+    # It cannot stack a title and an outside legend: both stand in a strip of their own, above its rectangle.
+    title_height, legend_height = 0.1 + 0.26 * len(lines), 0.05 + 0.25 * math.ceil(len(handles) / columns)
+    strip = title_height + (legend_height if handles else 0)
+    height += strip + 0.22 * text.count("\n")
+    figure.set_size_inches(width, height)
+    figure.suptitle("\n".join(lines), fontsize=15, y=1 - 0.08 / height).set_in_layout(False)
     if handles:
-        widest = max(len(str(handle.get_label())) for handle in handles)
-        columns = min(len(handles), max(1, int(figure.get_figwidth() / (0.85 + 0.095 * widest))))
-        below = 1 - (0.12 + 0.25 * len(lines)) / figure.get_figheight()  # an outside legend would cover the title
-        figure.legend(handles=list(handles), loc="outside upper center", ncols=columns, handlelength=3.4,
-                      bbox_to_anchor=(0, 0, 1, below), borderaxespad=0.2)
+        figure.legend(
+            handles=by_row(handles, columns),
+            loc="upper center",
+            ncols=columns,
+            handlelength=3.4,
+            bbox_to_anchor=(0, 0, 1, 1 - title_height / height),
+            borderaxespad=0.0,
+        ).set_in_layout(False)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08, rect=(0, 0, 1, 1 - strip / height)))
     return figure
 
 
-def model_text(study: Study) -> str:
-    """The models' L, K and E: 'L = 12 MoE layers, K = 2 of E = 32 experts'."""
+def by_row(handles: Sequence[Any], columns: int) -> list[Any]:
+    """In the order in which a legend of so many columns reads row by row: matplotlib fills column by column."""
+    return [handle for column in range(columns) for handle in handles[column::columns]]
+
+
+def models_of(study: Study) -> list[tuple[int, int, int]]:
+    """The different (L, K, E) of the study's models; L = 0 is dense."""
     runs = study.runs.reindex(columns=["num_layers", "top_k", "num_experts"]).dropna().astype(int).drop_duplicates()
-    told = [f"L = {layers} MoE layers, K = {k} of E = {e} experts" if layers else "dense model"
-            for layers, k, e in runs.itertuples(index=False)]
-    return "model unknown" if not told else " and ".join(sorted(told)) if len(told) < 4 else f"{len(told)} models"
+    return sorted(runs.itertuples(index=False, name=None))
+
+
+def model_text(study: Study) -> str:
+    """The models in words: 'L = 12 MoE layers, K = 2 of E = 32 experts'."""
+    told = [f"L = {n} MoE layers, K = {k} of E = {e} experts" if n else "dense model" for n, k, e in models_of(study)]
+    return "model unknown" if not told else " and ".join(told) if len(told) < 4 else f"{len(told)} models"
+
+
+def short_model(study: Study) -> str:
+    """For a title: ' (L = 12, K = 2, E = 32)', nothing when the study has several models."""
+    models = models_of(study)
+    return " (L = {}, K = {}, E = {})".format(*models[0]) if len(models) == 1 else ""
 
 
 def fact(study: Study, arm: str, knobs: str, name: str) -> int:
@@ -157,8 +177,18 @@ def arm_handles(study: Study) -> list[Line2D]:
     knobs, handles = summary.knobs_of(study), []
     for arm in summary.arms_of(study):
         style, label = look(arm), f"{arm} ({counts(study, arm, knobs)})"
-        handles.append(Line2D([], [], color=style.color, linestyle=style.line, marker=style.marker, label=label,
-                              linewidth=2.4, markersize=7))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color=style.color,
+                linestyle=style.line,
+                marker=style.marker,
+                label=label,
+                linewidth=2.4,
+                markersize=7,
+            )
+        )
     return handles
 
 
@@ -186,82 +216,20 @@ def rows_of(study: Study, table: pd.DataFrame, arm: str, knobs: str) -> pd.DataF
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- curves
-def curves(frame: pd.DataFrame, x: str, y: str, sparse: bool = False) -> dict[int, pd.Series]:
-    """Seed -> y against x, mean over rows of equal x, cut before its first value that is not finite: lines stop there.
-
-    With `sparse`, absent values (a quantity not measured at every step) are skipped first.
-    """
-    found: dict[int, pd.Series] = {}
-    for seed, rows in frame.groupby("seed"):
-        values = rows.groupby(x)[y].agg(lambda column: column.astype(float).mean(skipna=False)).sort_index()
-        values = values.dropna() if sparse else values
-        broken = np.flatnonzero(~np.isfinite(values.to_numpy(dtype=float)))
-        values = values.iloc[: broken[0]] if len(broken) else values
-        if len(values):
-            found[int(seed)] = values
-    return found
-
-
-def mean_curve(by_seed: dict[int, pd.Series], seeds: Iterable[int]) -> pd.DataFrame:
-    """Mean and t interval over `seeds` at every x that all of them reached: columns mean, low, high; index x."""
-    chosen = [by_seed[seed] for seed in seeds if seed in by_seed]
-    if not chosen:
-        return pd.DataFrame(columns=["mean", "low", "high"], dtype=float)
-    together = pd.concat(chosen, axis=1, join="inner").sort_index()
-    rows = [stats.mean_interval(row) for row in together.to_numpy(dtype=float)]
-    return pd.DataFrame([(e.value, e.low, e.high) for e in rows], index=together.index, columns=["mean", "low", "high"])
-
-
-def mean_parts(by_seed: dict[int, pd.Series], study: Study, arm: str, knobs: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The mean over all runs up to the first divergence, and after it the mean over the runs that finished."""
-    whole = mean_curve(by_seed, averaged(study, arm, knobs))
-    rest = mean_curve(by_seed, finished(study, arm, knobs))
-    return whole, rest[rest.index > whole.index.max()] if len(whole) else rest
-
-
-def draw_arm(axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, pd.Series]) -> None:
-    """Thin line a seed (X where it diverged, | where it stopped unfinished), thick mean with its band."""
-    style, good = look(arm), set(finished(study, arm, knobs))
-    diverged = set(summary.runs_in(study, arm, knobs, ["diverged"]))
-    for seed, values in by_seed.items():
-        axes.plot(values.index, values, color=style.color, linewidth=0.8, alpha=0.5, zorder=2)
-        if seed not in good:
-            mark: dict[str, Any] = {"marker": "|", "markersize": 15, "markeredgewidth": 2.5}
-            if seed in diverged:
-                mark = {"marker": "X", "markersize": 11, "markeredgecolor": "black"}
-            axes.plot(values.index[-1], values.iloc[-1], color=style.color, zorder=5, **mark)
-    mean = mean_curve(by_seed, averaged(study, arm, knobs))
-    if len(mean):
-        every = max(1, len(mean) // 7)
-        marks = (sum(arm.encode()) % every, every)  # arms mark different points
-        axes.plot(mean.index, mean["mean"], color=style.color, linestyle=style.line, linewidth=2.4, zorder=4,
-                  marker=style.marker, markersize=6.5, markevery=marks)
-        axes.fill_between(mean.index, mean["low"], mean["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
-
-
-def fit_to_lines(panels: Iterable[Axes], least: float | None = None) -> None:
-    """One y range for `panels`, from their lines: an interval over two or three seeds can be wider than all else."""
-    together = list(panels)
-    lines = [np.asarray(line.get_ydata(), dtype=float) for axes in together for line in axes.lines
-             if line.get_transform().contains_branch_seperately(axes.transData)[1]]  # not the vertical marks
-    values = np.concatenate([*lines, np.zeros(0)])
-    values = values[np.isfinite(values)]
-    if len(values):
-        margin = 0.2 * (values.max() - values.min()) or 0.1 * abs(values.max()) or 0.1
-        low = values.min() - margin
-        for axes in together:
-            axes.set_ylim(low if least is None else max(low, least), values.max() + margin)
-
-
 # ------------------------------------------------------------------------------------------------------------- saving
+def freeze(figure: Figure) -> None:
+    """Lay the figure out once and for all: every further pass of the layout engine would move things by a hair."""
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
 def save(figure: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:
-    """Write folder/name.<format>; equal figures give equal bytes. Errors: FigureError for a format not in FORMATS."""
+    """Write folder/name.<format>, the format one of FORMATS; equal figures give equal bytes."""
     paths = []
+    freeze(figure)
     folder.mkdir(parents=True, exist_ok=True)
     for kind in formats:
-        if kind not in FORMATS:
-            raise FigureError(f"no figure format {kind!r}; choose from {', '.join(FORMATS)}")
         path = folder / f"{name}.{kind}"
         with matplotlib.rc_context(STYLE):
             figure.savefig(path, format=kind, metadata=METADATA[kind])

@@ -32,11 +32,12 @@ def draw(study: Study) -> Figure | None:
             panel.set_xlabel("MoE layers with a changed expert set (of L)")
             panel.set_ylabel("tokens with at most so many\nchanged layers (share)" if span == "previous" else "")
             panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    title = "In how many layers a token's routing changes" + base.short_model(study)
     text = (
-        "Cumulative distribution over tokens, mean over updates and finished seeds; diverged runs are thin lines, in no "
-        "mean. Bands: 95 % t interval over seeds. Numbers: mean changed layers per token."
+        "Cumulative distribution over tokens, mean over updates and finished seeds; diverged runs are thin, in no "
+        "mean. Bands: 95 % t interval over seeds. m: mean changed layers per token."
     )
-    return base.finish(figure, study, "In how many layers a token's routing changes", text, base.arm_handles(study))
+    return base.finish(figure, study, title, text, base.arm_handles(study))
 
 
 def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:
@@ -52,10 +53,19 @@ def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -
     if not good.size:
         return
     found = [stats.mean_interval(values) for values in good]
-    place = len(axes.texts)
-    axes.step(layers, [e.value for e in found], where="post", color=style.color, linestyle=style.line, linewidth=2.4,
-              marker=style.marker, markersize=6)
+    axes.step(
+        layers,
+        [e.value for e in found],
+        where="post",
+        color=style.color,
+        linestyle=style.line,
+        linewidth=2.4,
+        marker=style.marker,
+        markersize=6,
+    )
     low, high = [e.low for e in found], [e.high for e in found]
     axes.fill_between(layers, low, high, step="post", color=style.color, alpha=0.13, linewidth=0)
     mean = float(np.mean(np.sum(1 - good, axis=0)))
-    axes.text(0.97, 0.06 + 0.09 * place, f"{arm}: {mean:.2g}", transform=axes.transAxes, ha="right", color=style.color)
+    right = mean < len(layers) / 2  # where a distribution with this mean leaves room
+    place = (0.97 if right else 0.03, (0.06 if right else 0.7) + 0.09 * len(axes.texts))
+    axes.text(*place, f"{arm}: m = {mean:.2g}", transform=axes.transAxes, ha="right" if right else "left")

@@ -30,4 +30,4 @@ def draw(study: Study) -> Figure | None:
         panel.set_title(summary.knob_label(setting, knobs) or "all gradient updates")
         panel.grid(False, axis="x")
     _bars.hide_unused(axes, len(knobs))
-    return base.finish(figure, study, "How much of the gradient is clipped away", _bars.READ_BARS, base.arm_handles(study))
+    return base.finish(figure, study, "Tokens whose gradient is clipped away", _bars.READ_BARS, base.arm_handles(study))

@@ -27,7 +27,9 @@ def draw(study: Study) -> Figure | None:
         (arm, setting, span): _bars.run_lists(
             study, _bars.spanned(study, drift, arm, setting, span), arm, setting, "deviation"
         )
-        for arm in arms for setting in knobs for span in SPANS
+        for arm in arms
+        for setting in knobs
+        for span in SPANS
     }
     floor = _bars.log_floor(group for found in shares.values() for group in found)
     figure, axes = base.page(len(knobs), len(SPANS), width=5.6, sharey=True)
@@ -49,7 +51,8 @@ def draw(study: Study) -> Figure | None:
             panel.grid(False, axis="x")
     chance = Line2D([], [], color="black", linewidth=2, linestyle=(0, (1, 1)), label="unrelated routers")
     handles = [*base.arm_handles(study), chance]
-    return base.finish(figure, study, "How many of a token's experts change in a layer", _bars.READ_BARS, handles)
+    title = "How many of a token's experts change in a layer" + base.short_model(study)
+    return base.finish(figure, study, title, _bars.READ_BARS, handles)
 
 
 def _unrelated(axes: Axes, study: Study, arms: list[str], knobs: str) -> None:

@@ -38,7 +38,8 @@ def draw(study: Study) -> Figure | None:
         f"{_chance(study)} of their slots. Averages over few seeds carry the spread shown in drift_by_update. "
         "After a divergence (dashed line): finished seeds only."
     )
-    return base.finish(figure, study, "Where in the network the routing changes", text)
+    title = "Slot change by one gradient update, layer by layer" + base.short_model(study)
+    return base.finish(figure, study, title, text)
 
 
 def _map(study: Study, drift: pd.DataFrame, arm: str, knobs: str) -> tuple[pd.DataFrame, float]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl import summary
-from moe_rl.figures import base
+from moe_rl.figures import _curves, base
 from moe_rl.store import Study
 
 DASHED = (0, (4, 1.5))
@@ -35,7 +35,7 @@ def draw(study: Study) -> Figure | None:
             rows = base.rows_of(study, drift, arm, setting)
             _panel(axes[row, column], study, arm, setting, rows, indices)
             axes[row, column].set_ylabel("slot change (share of expert slots)" if column == 0 else "")
-    base.fit_to_lines(axes.flat, least=0)
+    _curves.fit_to_lines(axes.flat, least=0)
     for column, arm in enumerate(arms):
         for row, setting in enumerate(knobs):
             _baseline(axes[row, column], study, arm, setting)
@@ -43,10 +43,11 @@ def draw(study: Study) -> Figure | None:
     handles.append(Line2D([], [], color="black", linestyle=DASHED, linewidth=2.4, label="one update"))
     text = (
         "Slot change on the step's rollouts, replay off, mean over tokens, layers and seeds. u = 1, 2, ...: after u "
-        "updates, since the start of the batch; one update: since the previous update, mean over u. Bands: 95 % t "
-        "interval over seeds. After a divergence (dotted line): finished seeds only."
+        "updates, since the start of the batch; one update: since the previous update, mean over u. "
+        f"{_curves.BANDS}. After a divergence (dotted line): finished seeds only."
     )
-    return base.finish(figure, study, "How many experts change with the gradient updates of a batch", text, handles)
+    title = "Slot change over the gradient updates of a batch" + base.short_model(study)
+    return base.finish(figure, study, title, text, handles)
 
 
 def _color(u: int, indices: list[int]) -> str:
@@ -72,7 +73,7 @@ def _lines(
     axes: Axes, study: Study, arm: str, knobs: str, rows: pd.DataFrame, x: str, color: str, style: Any = "-"
 ) -> float:
     """Draw a mean line; returns where the first run diverged, 0 if none did."""
-    whole, rest = base.mean_parts(base.curves(rows, x, "share"), study, arm, knobs)
+    whole, rest = _curves.mean_parts(_curves.curves(rows, x, "share"), study, arm, knobs)
     for part, width in ((whole, 2.2), (rest, 1.3)):
         axes.plot(part.index, part["mean"], color=color, linestyle=style, linewidth=width)
         axes.fill_between(part.index, part["low"], part["high"], color=color, alpha=0.14, linewidth=0)
@@ -88,5 +89,13 @@ def _baseline(axes: Axes, study: Study, arm: str, knobs: str) -> None:
     if chance <= top:
         axes.axhline(chance, color="#777777", linewidth=1.5, linestyle="-.")
     where = "dash-dotted" if chance <= top else "above this axis"
-    axes.text(0.98, 0.97, f"unrelated routers: 1 - K/E = {chance:.2f}\n({where})", transform=axes.transAxes, ha="right",
-              va="top", fontsize=10.5, color="#444444")
+    axes.text(
+        0.98,
+        0.97,
+        f"unrelated routers: 1 - K/E = {chance:.2f}\n({where})",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+        fontsize=10.5,
+        color="#444444",
+    )

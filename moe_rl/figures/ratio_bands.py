@@ -1,7 +1,7 @@
 """Spread of the token log ratio log w and of the sequence log ratio log s against gradient updates, per arm.
 
 Quantiles over the tokens (log w) and sequences (log s) of the last mini-batch of every step, where the policy is
-furthest from the one that sampled: .01 to .99, .05 to .95, .25 to .75, median. log s is a mean over a sequence's tokens.
+furthest from the one that sampled: .01 to .99, .05 to .95, .25 to .75, median. log s is a mean over tokens.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_rl import summary
-from moe_rl.figures import base
+from moe_rl.figures import _curves, base
 from moe_rl.store import QUANTILES, Study
 
 RATIOS = {"log_w_q": "log w, tokens\n(nats)", "log_s_q": "log s, sequences\n(nats a token)"}
@@ -34,6 +34,7 @@ def draw(study: Study) -> Figure | None:
         for column, arm in enumerate(arms):
             axes[2 * number, column].set_title(base.panel_title(study, arm, setting))
             axes[2 * number + 1, column].set_xlabel("gradient updates (step · M)")
+            axes[2 * number + 1, column].tick_params(labelbottom=True)
     handles: list[Patch | Line2D] = [
         Patch(color="#444444", alpha=alpha, linewidth=0, label=f"{QUANTILES[low]:g} to {QUANTILES[high]:g}")
         for low, high, alpha in BANDS
@@ -44,7 +45,8 @@ def draw(study: Study) -> Figure | None:
         ".01 and .99 quantiles of single seeds, whose spread is the uncertainty. After a divergence (dashed line): "
         "finished seeds only. 0: the likelihood has not moved."
     )
-    return base.finish(figure, study, "How far the policy moves within a batch: importance ratios", text, handles)
+    title = "Importance ratios of tokens (w) and sequences (s) at the end of a batch"
+    return base.finish(figure, study, title, text, handles)
 
 
 def _panel(axes: Axes, study: Study, updates: pd.DataFrame, arm: str, knobs: str, name: str) -> np.ndarray:
@@ -53,8 +55,8 @@ def _panel(axes: Axes, study: Study, updates: pd.DataFrame, arm: str, knobs: str
     rows = rows[rows["update"] == base.fact(study, arm, knobs, "updates_per_step")]
     color, parts = base.look(arm).color, []
     for place in range(len(QUANTILES)):
-        by_seed = base.curves(rows.assign(q=[quantiles[place] for quantiles in rows[name]]), "updates", "q")
-        parts.append(base.mean_parts(by_seed, study, arm, knobs))
+        by_seed = _curves.curves(rows.assign(q=[quantiles[place] for quantiles in rows[name]]), "updates", "q")
+        parts.append(_curves.mean_parts(by_seed, study, arm, knobs))
         if place in (0, len(QUANTILES) - 1):
             for values in by_seed.values():
                 axes.plot(values.index, values, color=color, linewidth=0.8, linestyle=":")

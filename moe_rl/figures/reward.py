@@ -6,7 +6,7 @@ Training reward on sampled rollouts and, where measured, on evaluation prompts; 
 from matplotlib.figure import Figure
 
 from moe_rl import summary
-from moe_rl.figures import base
+from moe_rl.figures import _curves, base
 from moe_rl.store import Study
 
 TITLES = {"reward": "training rollouts", "eval_reward": "evaluation prompts"}
@@ -24,11 +24,11 @@ def draw(study: Study) -> Figure | None:
             panel = axes[row, column]
             for arm in summary.arms_of(study):
                 rows = base.rows_of(study, study.steps, arm, setting)
-                by_seed = base.curves(rows, "updates", measure, sparse=True)
-                base.draw_arm(panel, study, arm, setting, by_seed)
+                by_seed = _curves.curves(rows, "updates", measure, sparse=True)
+                _curves.draw_arm(panel, study, arm, setting, by_seed)
             label = summary.knob_label(setting, knobs)
             panel.set_title(TITLES[measure] + (f", {label}" if label else ""))
             panel.set_xlabel("gradient updates (step · M)")
             panel.set_ylabel("mean reward per completion" if column == 0 else "")
-        base.fit_to_lines(axes[row])
-    return base.finish(figure, study, "Reward during training", base.CURVES, base.arm_handles(study))
+        _curves.fit_to_lines(axes[row])
+    return base.finish(figure, study, "Reward during training", _curves.READ_CURVES, base.arm_handles(study))

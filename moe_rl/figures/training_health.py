@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moe_rl import summary
-from moe_rl.figures import base
+from moe_rl.figures import _curves, base
 from moe_rl.store import Study
 
 MEASURES = {
@@ -35,15 +35,16 @@ def draw(study: Study) -> Figure | None:
             for arm in summary.arms_of(study):
                 rows = base.rows_of(study, tables[name], arm, setting)
                 rows["updates"] = rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step")
-                by_seed = base.curves(rows, "updates", name)
-                base.draw_arm(panel, study, arm, setting, by_seed)
+                by_seed = _curves.curves(rows, "updates", name)
+                _curves.draw_arm(panel, study, arm, setting, by_seed)
                 drawn += [values.to_numpy(dtype=float) for values in by_seed.values()]
             _scale(panel, name, np.concatenate([*drawn, np.zeros(0)]))
             label = summary.knob_label(setting, knobs)
             panel.set_title(title + (f"\n{label}" if label else ""))
             panel.set_ylabel(unit)
             panel.set_xlabel("gradient updates (step · M)")
-    return base.finish(figure, study, "Health of the training runs", base.CURVES, base.arm_handles(study))
+    title = "Training health: entropy, gradient norm, response length, k3"
+    return base.finish(figure, study, title, _curves.READ_CURVES, base.arm_handles(study))
 
 
 def _scale(panel: Axes, name: str, values: np.ndarray) -> None:
@@ -52,4 +53,4 @@ def _scale(panel: Axes, name: str, values: np.ndarray) -> None:
         panel.set_yscale("log")
         panel.set_ylim(positive.min() / 2, positive.max() * 2)
     else:
-        base.fit_to_lines([panel])
+        _curves.fit_to_lines([panel])

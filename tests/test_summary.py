@@ -1,0 +1,124 @@
+"""The summary counts what went wrong and averages only what finished."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+from synthetic import make_study
+
+from moe_rl import store, summary
+from moe_rl.store import read_study
+
+
+def write_run(results, arm, seed, rewards, state="finished", evaluated=True, knobs=None, cpu_s=7.0):
+    with store.open_run(store.run_folder(results, "s", arm, knobs or {}, seed), {"arm": arm, "seed": seed}) as writer:
+        writer.describe(num_layers=0, top_k=0, num_experts=0, updates_per_step=2, cpu_s=cpu_s)
+        for step, reward in enumerate(rewards, start=1):
+            row = {"step": step, "reward": 0.01 * step}
+            writer.append("steps", {**row, "eval_reward": reward} if evaluated and reward is not None else row)
+            for update in (1, 2):
+                writer.append("updates", {"step": step, "update": update, "clip_frac": 0.1 * update})
+        writer.status(state, step=len(rewards))
+
+
+def row_of(study, arm):
+    table = summary.summary_table(study)
+    return table[table["arm"] == arm].iloc[0]
+
+
+def test_final_reward_is_the_mean_over_the_last_tenth_of_the_steps(tmp_path):
+    for seed, end in enumerate((0.5, 0.6, 0.8)):
+        write_run(tmp_path, "gspo", seed, [0.9] * 18 + [end - 0.1, end + 0.1])
+    row = row_of(read_study(tmp_path / "s"), "gspo")
+    low, high = scipy_stats.t.interval(0.95, 2, np.mean([0.5, 0.6, 0.8]), scipy_stats.sem([0.5, 0.6, 0.8]))
+    assert row["measure"] == "eval_reward"
+    assert (row["final_reward"], row["final_low"], row["final_high"]) == pytest.approx((1.9 / 3, low, high))
+    assert row["clip_frac"] == pytest.approx(0.15)
+    assert row["cpu_s"] == 7
+
+
+def test_without_evaluations_the_training_reward_counts(tmp_path):
+    write_run(tmp_path, "gspo", 0, [0.0] * 10, evaluated=False)
+    row = row_of(read_study(tmp_path / "s"), "gspo")
+    assert (row["measure"], row["final_reward"]) == ("reward", pytest.approx(0.1))
+    assert math.isnan(row["final_low"])
+
+
+def test_where_the_last_steps_were_not_evaluated_the_last_evaluation_counts(tmp_path):
+    write_run(tmp_path, "gspo", 0, [0.1, None, 0.4, None, None])
+    assert row_of(read_study(tmp_path / "s"), "gspo")["final_reward"] == pytest.approx(0.4)
+
+
+def test_collapsed_is_below_half_of_the_runs_own_best(tmp_path):
+    write_run(tmp_path, "gspo", 0, [0.2, 0.8, 0.39])
+    write_run(tmp_path, "gspo", 1, [0.2, 0.8, 0.41])
+    write_run(tmp_path, "grpo", 0, [0.2, 0.8, 0.1], state="diverged")
+    study = read_study(tmp_path / "s")
+    assert row_of(study, "gspo")["collapsed"] == 1
+    assert row_of(study, "grpo")[["collapsed", "diverged"]].to_list() == [0, 1]
+
+
+def test_runs_that_did_not_finish_are_counted_named_and_in_no_mean(tmp_path):
+    study = read_study(
+        make_study(
+            tmp_path, missing=[("gspo", 1)], diverged=[("grpo", 2)], failed=[("grpo_routing_replay", 0)], steps=4
+        )
+    )
+    table = summary.summary_table(study).set_index("arm")
+    counts = table[["seeds", "finished", "diverged", "failed", "missing"]]
+    assert counts.loc["grpo"].to_list() == [3, 2, 1, 0, 0]
+    assert counts.loc["grpo_routing_replay"].to_list() == [3, 2, 0, 1, 0]
+    assert counts.loc["gspo"].to_list() == [2, 2, 0, 0, 1]
+    runs = summary.run_measures(study)
+    finished = runs[(runs["arm"] == "grpo") & (runs["state"] == "finished")]["final_reward"]
+    assert table.loc["grpo", "final_reward"] == pytest.approx(finished.mean())
+    assert summary.incidents(study) == [
+        "grpo seed 2 diverged at step 2",
+        "grpo_routing_replay seed 0 failed at step 2",
+        "gspo seed 1 is missing",
+    ]
+
+
+def test_an_arm_without_a_finished_run_has_no_number(tmp_path):
+    study = read_study(make_study(tmp_path, diverged=[("grpo", 0)], seeds=[0], steps=3))
+    row = row_of(study, "grpo")
+    assert row["finished"] == 0
+    assert math.isnan(row["final_reward"])
+
+
+def test_below_five_seeds_the_print_claims_nothing(tmp_path):
+    study = read_study(make_study(tmp_path, steps=3, dense=True, diverged=[("grpo", 2)]))
+    out = io.StringIO()
+    summary.print_summary(study, out)
+    text = out.getvalue()
+    assert text.count("too few seeds for a significance claim") == 3
+    assert "(n = 3)" in text
+    assert "(n = 2)" in text
+    assert "p =" not in text
+    assert "grpo seed 2 diverged at step 2" in text
+
+
+def test_from_five_seeds_on_pairs_are_compared_with_holm(tmp_path):
+    arms = {"grpo": (0.1, 0.2, 0.3, 0.4, 0.5), "gspo": (0.5, 0.61, 0.7, 0.8, 0.9), "sapo": (0.12, 0.2, 0.28, 0.41, 0.5)}
+    for arm, values in arms.items():
+        for seed, value in enumerate(values):
+            write_run(tmp_path, arm, seed, [value])
+    pairs = summary.comparison_table(read_study(tmp_path / "s")).set_index(["first", "second"])
+    clear, null = pairs.loc[("grpo", "gspo")], pairs.loc[("grpo", "sapo")]
+    assert clear["claim"] == "differ"
+    assert null["claim"] == "no difference shown"
+    raw = {pair: scipy_stats.ttest_rel(arms[pair[0]], arms[pair[1]]).pvalue for pair in pairs.index}
+    assert clear["p"] == pytest.approx(3 * min(raw.values()))
+    assert null["p"] == pytest.approx(max(raw.values()))
+
+
+def test_knob_settings_are_ordered_by_number_and_named_shortly(tmp_path):
+    for lr in (1e-3, 2e-5, 4e-4):
+        write_run(tmp_path, "gspo", 0, [0.5], knobs={"optim.lr": lr})
+    knobs = summary.knobs_of(read_study(tmp_path / "s"))
+    assert knobs == ["optim.lr=2e-05", "optim.lr=0.0004", "optim.lr=0.001"]
+    assert [summary.knob_label(one, knobs) for one in knobs] == ["lr=2e-05", "lr=0.0004", "lr=0.001"]
+    assert summary.knob_label("a.x=1,b.x=2", ["a.x=1,b.x=2", "default"]) == "a.x=1, b.x=2"
+    assert summary.knob_label("optim.lr=1", ["optim.lr=1"]) == ""
