@@ -40,9 +40,13 @@ class Recorder(ForwardWatch):
         self.router_logits, self.source, self.update = router_logits, source, update
         self.num_experts = max(site.num_experts for site in self.sites)
         self.passes: list[_Pass] = []
-        for layer, site in enumerate(self.sites):
+        for site in self.sites:
             if router_logits and not site.ids_in_output:
-                raise RoutingError(f"{type(site.module).__name__} does not return router logits; record without them")
+                raise RoutingError(f"{type(site.module).__name__} returns no router logits; record without them")
+
+    def install(self) -> None:
+        super().install()
+        for layer in range(len(self.sites)):
             self._watch(layer)
 
     def _watch(self, layer: int) -> None:
@@ -167,8 +171,8 @@ def record(model: nn.Module, *, router_logits: bool = False, source: str = "", u
     Raises RoutingError for dense models, families in `families.REFUSED`, beam search, and routers that did not fire.
     """
     recorder = Recorder(model, router_logits, source, update)
-    recorder.install()
     try:
+        recorder.install()
         yield recorder
     finally:
         recorder.remove()

@@ -32,8 +32,6 @@ class Replay(ForwardWatch):
         self.plan: _Plan | None = None
         self.pending: list[weakref.ref[_Checkpointed]] = []
         self.closed = False
-        for layer in range(len(self.sites)):
-            self._force(layer)
 
     def switch_to(self, trace: RoutingTrace) -> None:
         """Replay `trace` from the next forward on. A pending recomputation of an earlier forward keeps its own trace."""
@@ -78,6 +76,8 @@ class Replay(ForwardWatch):
 
     def install(self) -> None:
         super().install()
+        for layer in range(len(self.sites)):
+            self._force(layer)
         for module in self.model.modules():
             original = vars(module).get("_gradient_checkpointing_func")
             if original is not None:
@@ -182,8 +182,8 @@ def replay(model: nn.Module, trace: RoutingTrace | None = None) -> Iterator[Repl
     replaying = Replay(model)
     if trace is not None:
         replaying.switch_to(trace)
-    replaying.install()
     try:
+        replaying.install()
         yield replaying
         replaying.close()
     finally:

@@ -213,6 +213,18 @@ def test_a_checkpoint_without_a_pad_token_pads_with_its_end(tmp_path):
     assert loaded.pad_token_id == loaded.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize(("change", "message"), [("eos_token", "no end token"), ("tokens", "52 tokens, the model 51")])
+def test_a_tokenizer_that_does_not_fit_its_model_is_refused(tmp_path, change, message):
+    model, tokenizer = small().build(0)
+    if change == "tokens":
+        tokenizer.add_tokens(["_"])
+    else:
+        tokenizer.eos_token = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert message in refusal(path=str(tmp_path))
+
+
 def refusal(**settings) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the callers check the message)
         Checkpoint(**settings).build(0)

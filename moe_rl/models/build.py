@@ -153,6 +153,15 @@ class Checkpoint:
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and self.max_positions > positions:
             raise ValueError(f"max_positions is {self.max_positions}, {source!r} was made for {positions}; lower it")
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer of {source!r} has no end token; add eos_token to its tokenizer_config.json"
+            )
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > rows:
+            raise ValueError(
+                f"the tokenizer of {source!r} has {len(tokenizer)} tokens, the model {rows}; take both from one place"
+            )
         tokenizer.model_max_length = self.max_positions or positions or tokenizer.model_max_length
         tokenizer.padding_side = "left"
         if tokenizer.pad_token_id is None:
