@@ -11,8 +11,8 @@ EPSILON = 1e-6  # of the standard deviation; rewards lie in [0, 1]
 def group_advantages(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """A_i = (r_i - mean of its group) / (standard deviation of its group + 1e-6), shape [B], float32, no unit.
 
-    Groups are told apart by id, in any order. The standard deviation is the sample's (divided by G - 1). A group of equal
-    rewards has advantage exactly 0. Source: arXiv 2402.03300 section 4.1.2. Raises ValueError for a group of one.
+    Groups are told apart by id, in any order. The standard deviation is the sample's (divided by G - 1). A group of
+    equal rewards has advantage exactly 0. Source: arXiv 2402.03300 section 4.1.2. Raises ValueError for a group of one.
     """
     rewards = rewards_B.double()
     _, group_B, size_G = group_ids_B.unique(return_inverse=True, return_counts=True)

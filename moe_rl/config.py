@@ -127,14 +127,14 @@ def register() -> None:
 # -------------------------------------------------------------------------------------------------------------- objects
 def build(config: DictConfig) -> Experiment:
     """Settings as objects, checked. ConfigError with one line for values that cannot work."""
-    values = {key: value for key, value in config.items() if key not in ("arm", "launch")}
+    values = {str(key): value for key, value in config.items() if key not in ("arm", "launch")}
     for group in ("model", "router", "task", "engine", "optim", "drift", "cold_start"):
         values[group] = _instantiate(group, config[group])
     experiment = Experiment(
         **values,
         policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
         replay=config.arm.replay,
-        launch=Launch(**config.launch),
+        launch=Launch(**{str(key): value for key, value in config.launch.items()}),
     )
     _check(experiment)
     return experiment

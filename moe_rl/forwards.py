@@ -22,7 +22,8 @@ class Call:
     width: int
     valid_BS: Tensor | None
     cache: Any
-    ran: dict[int, tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=dict)
+    ids: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # of each router that ran
+    logits: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -74,7 +75,7 @@ class ForwardWatch:
                 return
             call, self.call = self.call, None
             if output is not None:  # None: the forward raised
-                missing = [site.name for i, site in enumerate(self.sites) if i not in call.ran]
+                missing = [site.name for i, site in enumerate(self.sites) if i not in call.ids]
                 if missing:
                     raise RoutingError(
                         f"{len(missing)} of {len(self.sites)} routers fired 0 times in a forward ({missing[0]}, ...): "
@@ -87,10 +88,13 @@ class ForwardWatch:
         self.undo.append(self.model.register_forward_hook(after, always_call=True).remove)
 
     def ran(self, layer: int, ids: Tensor, logits: Tensor | None = None) -> None:
+        """Note that a router ran in the present call."""
         assert self.call is not None
-        if layer in self.call.ran:
+        if layer in self.call.ids:
             raise RoutingError(f"{self.sites[layer].name} fired twice in one forward; its routing is ambiguous")
-        self.call.ran[layer] = (ids, logits)
+        self.call.ids[layer] = ids
+        if logits is not None:
+            self.call.logits[layer] = logits
 
     def outside(self, layer: int) -> RoutingError:
         return RoutingError(

@@ -102,11 +102,11 @@ def _start(run: Run, settings: DictConfig) -> Run:
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    where = [f"launch.{key}={value}" for key, value in ({**settings, "progress": False}).items()]
+    where = [f"launch.{key!s}={value}" for key, value in settings.items() if key != "progress"]
     kept = [override for override in run.overrides if not override.startswith("launch.")]
     with open(run.folder / "log.txt", "ab") as log:
         run.process = subprocess.Popen(
-            [sys.executable, sys.argv[0], *kept, *where, "hydra.mode=RUN"],
+            [sys.executable, sys.argv[0], *kept, *where, "launch.progress=false", "hydra.mode=RUN"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
     return run
@@ -119,7 +119,8 @@ def _judge(run: Run) -> None:
         return
     died = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     status = read_json(run.folder / "status.json") if (run.folder / "status.json").exists() else {}
-    run.failure = f"{died}: {status.get('reason') or last_line(run.folder / 'log.txt')}"
+    reason = str(status.get("reason") or last_line(run.folder / "log.txt"))
+    run.failure = f"{died}: {reason}"
 
 
 def last_line(path: Path) -> str:

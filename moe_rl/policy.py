@@ -16,7 +16,7 @@ def positions(attention_BS: Tensor) -> Tensor:
 
 
 def response_logprobs(model: PreTrainedModel, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """(log probability, entropy) at each response token, nats, fp32, [B, T]; the first with gradient, the second without.
+    """(log probability, entropy) at each response token, nats, fp32, [B, T]; only the first has gradient.
 
     0 on padding. At temperature 1, over the whole vocabulary.
     """

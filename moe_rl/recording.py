@@ -88,11 +88,13 @@ class Recorder(ForwardWatch):
         if last is not None and same_cache and call.past > 0:
             if call.batch != last.calls[-1][0].batch:
                 raise RoutingError(
-                    f"the batch changed from {last.calls[-1][0].batch} to {call.batch} rows within one cache; record each batch in its own block"
+                    f"the batch changed from {last.calls[-1][0].batch} to {call.batch} rows within one cache; "
+                    "record each batch in its own block"
                 )
             if call.past > last.covered:
                 raise RoutingError(
-                    f"the cache holds {call.past} columns, {last.covered} were recorded; record all forwards of a sequence in one block"
+                    f"the cache holds {call.past} columns, {last.covered} were recorded; "
+                    "record all forwards of a sequence in one block"
                 )
             return
         self.passes.append(_Pass(None if call.cache is None else weakref.ref(call.cache), 0, []))
@@ -102,7 +104,8 @@ class Recorder(ForwardWatch):
     def _refuse_beams(self, cache: Any) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise RoutingError(
-                "beam search reorders the rows of the cache, so recorded routing would belong to other sequences; sample with num_beams=1"
+                "beam search reorders the rows of the cache, so recorded routing would belong to other sequences; "
+                "sample with num_beams=1"
             )
 
         cache.reorder_cache = refuse
@@ -110,18 +113,14 @@ class Recorder(ForwardWatch):
 
     def end(self, call: Call) -> None:
         last = self.passes[-1]
-        layers = range(len(self.sites))
-        ids_LNK = torch.stack([call.ran[layer][0].reshape(-1, self.sites[layer].top_k) for layer in layers]).to(
-            id_dtype(self.num_experts)
-        )
-        logits_LNE = (
-            torch.stack([call.ran[layer][1].reshape(-1, self.num_experts) for layer in layers])
-            if self.router_logits
-            else None
-        )  # type: ignore[union-attr]
-        call.ran = {}
+        ids_LNK = self._stack(call.ids, self.sites[0].top_k).to(id_dtype(self.num_experts))
+        logits_LNE = self._stack(call.logits, self.num_experts) if self.router_logits else None
+        call.ids, call.logits = {}, {}
         last.calls.append((call, ids_LNK, logits_LNE))
         last.covered = call.past + call.width  # less than before if the cache was cropped: the columns behind are void
+
+    def _stack(self, of_layer: dict[int, Tensor], width: int) -> Tensor:
+        return torch.stack([of_layer[layer].reshape(-1, width) for layer in range(len(self.sites))])
 
     @property
     def traces(self) -> list[RoutingTrace]:

@@ -1,7 +1,7 @@
 """The dataclasses that travel through the pipeline, and the legend of shapes.
 
 Suffixes of tensor names: B sequences · S columns of a sequence: prompt (padded on the left), then response (padded on
-the right) · T response columns · L MoE layers · E experts of a layer · K experts chosen per token · N tokens, flattened ·
+the right) · T response columns · L MoE layers · E experts of a layer · K experts chosen per token · N tokens, flat ·
 V vocabulary.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class RoutingError(RuntimeError):
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
-    """Narrowest dtype that holds the ids 0..E-1 and supports the arithmetic needed: uint8 up to 256 experts, else int16."""
+    """Narrowest dtype that holds the ids 0..E-1 and can be computed with: uint8 up to 256 experts, else int16."""
     if not 1 <= num_experts <= 32767:
         raise RoutingError(f"{num_experts} experts: expert ids are stored in at most 15 bits")
     return torch.uint8 if num_experts <= 256 else torch.int16
@@ -49,13 +50,15 @@ class RoutingTrace:
         ids, valid = self.expert_ids_BSLK, self.valid_BS
         if ids.dim() != 4 or valid.dtype != torch.bool or ids.shape[:2] != valid.shape:
             raise RoutingError(
-                f"expert ids of shape {tuple(ids.shape)} do not fit a validity mask of shape {tuple(valid.shape)} {valid.dtype}"
+                f"expert ids of shape {tuple(ids.shape)} do not fit a validity mask of shape "
+                f"{tuple(valid.shape)} {valid.dtype}"
             )
         if ids.shape[2] != len(self.layer_names):
             raise RoutingError(f"expert ids have {ids.shape[2]} layers, {len(self.layer_names)} layer names are given")
         if ids.dtype != id_dtype(self.num_experts):
             raise RoutingError(
-                f"ids of {self.num_experts} experts are stored as {id_dtype(self.num_experts)}, not {ids.dtype}; use RoutingTrace.from_ids"
+                f"ids of {self.num_experts} experts are stored as {id_dtype(self.num_experts)}, not {ids.dtype}; "
+                "use RoutingTrace.from_ids"
             )
 
     @classmethod
@@ -99,12 +102,12 @@ class RoutingTrace:
     def aligned_to(self, mask_BS: Tensor) -> RoutingTrace:
         """The trace over the columns of `mask_BS`, valid only where that mask is True.
 
-        Columns that were never forwarded (the last sampled token) become invalid, never a made-up id. Raises RoutingError
-        for another number of sequences, and where known columns would be cut off.
+        Columns that were never forwarded (the last sampled token) become invalid, never a made-up id. RoutingError for
+        another number of sequences, and where known columns would be cut off.
         """
         B, S = mask_BS.shape
         have_B, have_S = self.valid_BS.shape
-        if B != have_B or self.valid_BS[:, S:].any():
+        if have_B != B or self.valid_BS[:, S:].any():
             raise RoutingError(f"a trace of {have_B} sequences x {have_S} columns does not fit a mask of {B} x {S}")
 
         def fit(tensor: Tensor) -> Tensor:
@@ -127,7 +130,8 @@ class RoutingTrace:
                 raise RoutingError("traces of different models cannot be joined")
             if other.valid_BS.shape[1] != first.valid_BS.shape[1]:
                 raise RoutingError(
-                    f"traces of {first.valid_BS.shape[1]} and {other.valid_BS.shape[1]} columns cannot be joined; align them first"
+                    f"traces of {first.valid_BS.shape[1]} and {other.valid_BS.shape[1]} columns "
+                    "cannot be joined; align them first"
                 )
         logits = [trace.router_logits_BSLE for trace in traces if trace.router_logits_BSLE is not None]
         return dataclasses.replace(
@@ -181,8 +185,9 @@ class Rollouts:
 
     def __getitem__(self, rows: Tensor | slice) -> Rollouts:
         """Some of the rollouts; every field follows, the routing too."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Rollouts(**{name: None if value is None else value[rows] for name, value in fields.items()})
+        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen: dict[str, Any] = {name: None if value is None else value[rows] for name, value in fields.items()}
+        return Rollouts(**chosen)
 
 
 @dataclasses.dataclass(frozen=True)

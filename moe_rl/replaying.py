@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,15 +35,17 @@ class Replay(ForwardWatch):
         self.closed = False
 
     def switch_to(self, trace: RoutingTrace) -> None:
-        """Replay `trace` from the next forward on. A pending recomputation of an earlier forward keeps its own trace."""
+        """Replay `trace` from the next forward on; recomputations of earlier forwards keep their own trace."""
         names = tuple(site.name for site in self.sites)
         if trace.layer_names != names:
             raise RoutingError(
-                f"the trace has {trace.num_layers} layers ({', '.join(trace.layer_names[:2])}, ...), the model {len(names)} ({', '.join(names[:2])}, ...); they must be the same"
+                f"the trace has {trace.num_layers} layers ({', '.join(trace.layer_names[:2])}, ...), "
+                f"the model {len(names)} ({', '.join(names[:2])}, ...); they must be the same"
             )
         if trace.top_k != self.sites[0].top_k or trace.num_experts != max(site.num_experts for site in self.sites):
             raise RoutingError(
-                f"the trace chooses {trace.top_k} of {trace.num_experts} experts, the model {self.sites[0].top_k} of {self.sites[0].num_experts}"
+                f"the trace chooses {trace.top_k} of {trace.num_experts} experts, "
+                f"the model {self.sites[0].top_k} of {self.sites[0].num_experts}"
             )
         trace.check()
         self.trace = trace
@@ -63,7 +66,8 @@ class Replay(ForwardWatch):
             if plan is None:
                 if in_backward():
                     raise RoutingError(
-                        f"{site.name} is recomputed by an activation checkpointing that replay does not know; use model.activation_checkpointing_enable()"
+                        f"{site.name} is recomputed by an activation checkpointing that replay does not know; "
+                        "use model.activation_checkpointing_enable()"
                     )
                 raise self.outside(layer)
             return Selection(site, plan.choice(layer), plan.valid_N)
@@ -82,9 +86,7 @@ class Replay(ForwardWatch):
             original = vars(module).get("_gradient_checkpointing_func")
             if original is not None:
                 module._gradient_checkpointing_func = self._remember_plan(original)  # type: ignore[assignment]
-                self.undo.append(
-                    lambda module=module, original=original: setattr(module, "_gradient_checkpointing_func", original)
-                )  # type: ignore[misc]
+                self.undo.append(functools.partial(setattr, module, "_gradient_checkpointing_func", original))
 
     def _remember_plan(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint_with_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +106,8 @@ class Replay(ForwardWatch):
             gc.collect()
             if self._backward_to_come():
                 raise RoutingError(
-                    "the replay block ends while a backward with activation checkpointing is still to come; call backward inside the block"
+                    "the replay block ends while a backward with activation checkpointing is still to come; "
+                    "call backward inside the block"
                 )
 
     def _backward_to_come(self) -> bool:
@@ -121,10 +124,11 @@ class _Plan:
 
     @classmethod
     def of(cls, trace: RoutingTrace, call: Call) -> _Plan:
-        B, T = trace.valid_BS.shape
-        if call.batch != B or call.past + call.width > T:
+        B, S = trace.valid_BS.shape
+        if call.batch != B or call.past + call.width > S:
             raise RoutingError(
-                f"a forward of {call.batch} sequences up to column {call.past + call.width} does not fit a trace of {B} sequences x {T} columns; "
+                f"a forward of {call.batch} sequences up to column {call.past + call.width} does not fit "
+                f"a trace of {B} sequences x {S} columns; "
                 "select its rows with trace[rows] and widen it with trace.aligned_to(mask)"
             )
         columns = slice(call.past, call.past + call.width)

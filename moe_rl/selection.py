@@ -42,7 +42,7 @@ class Selection(TorchFunctionMode):
         if func in _TOP_K:
             scores = args[0] if args else kwargs["input"]
             k = args[1] if len(args) > 1 else kwargs["k"]
-            # Two dimensions tell the choice of experts from the scoring of expert groups, which is [N, groups, E/groups].
+            # Two dimensions tell the choice of experts from the scoring of expert groups, [N, groups, E/groups].
             if k == self.site.top_k and scores.dim() == 2 and scores.shape[-1] == self.site.num_experts:
                 return self._answer(func, scores, args, kwargs)
         elif (
@@ -74,8 +74,8 @@ class Selection(TorchFunctionMode):
     def check_called_once(self) -> None:
         if self.calls != 1:
             raise RoutingError(
-                f"{self.site.name} ({type(self.site.module).__name__}) chose experts {self.calls} times with top-k in one forward, "
-                "not once; this family needs an entry in moe_rl/models/families.py"
+                f"{self.site.name} ({type(self.site.module).__name__}) chose experts {self.calls} times with "
+                "top-k in one forward, not once; this family needs an entry in moe_rl/models/families.py"
             )
 
 

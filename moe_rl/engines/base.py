@@ -38,5 +38,5 @@ class Engine(abc.ABC):
     ) -> Rollouts:
         """`completions` responses to each example, at temperature 1 without truncation; a function of `seed`.
 
-        The caller's random state is left as it was. Raises ValueError for prompts that do not fit the model's positions.
+        The caller's random state is left as it was. ValueError for prompts that do not fit the model's positions.
         """

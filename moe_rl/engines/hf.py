@@ -25,7 +25,7 @@ from moe_rl.tasks.base import Example, Task
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What `generate` gave for a batch: response tokens, their log probabilities, which are real, who ended by itself."""
+    """What `generate` gave: response tokens, their log probabilities, which of them are real, who ended by itself."""
 
     tokens_BT: Tensor
     logprobs_BT: Tensor
@@ -146,7 +146,7 @@ class SampledLogprobs(LogitsProcessor):
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> dict[str, Tensor]:
-    """input_ids and attention_mask [P, S], padded on the left. ValueError for characters the tokenizer does not know."""
+    """input_ids and attention_mask [P, S], padded on the left. ValueError for characters that the tokenizer lacks."""
     texts = [example.prompt for example in examples]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     unknown = tokenizer.unk_token_id

@@ -219,9 +219,10 @@ def rows_of(study: Study, table: pd.DataFrame, arm: str, knobs: str) -> pd.DataF
 # ------------------------------------------------------------------------------------------------------------- saving
 def freeze(figure: Figure) -> None:
     """Lay the figure out once and for all: every further pass of the layout engine would move things by a hair."""
-    with matplotlib.rc_context(STYLE):
-        figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        with matplotlib.rc_context(STYLE):
+            figure.draw_without_rendering()
+        figure.set_layout_engine("none")
 
 
 def save(figure: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:

@@ -66,12 +66,14 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
         top_k = _find_int(module, _TOP_K)
         if num_experts is None or top_k is None:
             raise RoutingError(
-                f"{name} ({kind}) does not say how many experts it has and chooses; this family needs an entry in moe_rl/models/families.py"
+                f"{name} ({kind}) does not say how many experts it has and chooses; "
+                "this family needs an entry in moe_rl/models/families.py"
             )
         sites.append(RouterSite(name, module, num_experts, top_k, kind not in IDS_ONLY_IN_SELECTION))
     if len({site.top_k for site in sites}) > 1:
         raise RoutingError(
-            f"{type(model).__name__} chooses different numbers of experts in different layers ({sorted({s.top_k for s in sites})}), which a trace cannot hold"
+            f"{type(model).__name__} chooses different numbers of experts in different layers "
+            f"({sorted({s.top_k for s in sites})}), which a trace cannot hold"
         )
     return sites
 
@@ -81,7 +83,8 @@ def require_routers(model: nn.Module) -> list[RouterSite]:
     sites = find_routers(model)
     if not sites:
         raise RoutingError(
-            f"{type(model).__name__} has no MoE layers, so there is no routing to record or replay; train it with arm.replay=none"
+            f"{type(model).__name__} has no MoE layers, so there is no routing to record or replay; "
+            "train it with arm.replay=none"
         )
     return sites
 

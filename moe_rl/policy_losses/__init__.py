@@ -1,1 +1,1 @@
-"""Policy losses, one file each: the file's stem is the option `policy_loss=<stem>`, the results column and the legend."""
+"""Policy losses, one file each: the file's stem is the option `policy_loss=<stem>`, results column and legend."""

@@ -31,17 +31,19 @@ class ClippedLoss(PolicyLoss):
     clip_high: float = 0.2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ValueError(
                 f"clip bounds low {self.clip_low} and high {self.clip_high} are impossible; "
                 "the ratio is kept in [1 - clip_low, 1 + clip_high]"
             )
 
-    def clip(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(min(ratio A, clip(ratio) A), where that has no gradient); arguments broadcast."""
-        bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
-        return torch.minimum(ratio * advantages, bounded * advantages), torch.where(advantages > 0, above, below)
+    def clip(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(min(ratio A, clip(ratio) A), where that has no gradient); advantages broadcast to the log ratios."""
+        ratio = log_ratio.exp()
+        clipped = torch.where(advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
+        bound = torch.where(advantages > 0, advantages * (1 + self.clip_high), advantages * (1 - self.clip_low))
+        # Taken out before exp: the gradient of a clipped ratio that overflows would be 0 * inf.
+        return torch.where(clipped, bound, log_ratio.masked_fill(clipped, 0.0).exp() * advantages), clipped
 
 
 def token_log_ratio(batch: PolicyBatch) -> Tensor:

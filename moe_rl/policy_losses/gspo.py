@@ -23,7 +23,7 @@ class Gspo(ClippedLoss):
     clip_high: float = 4e-4
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT).exp()
-        gain_B, clipped_B = self.clip(ratio_B, batch.advantages_B)
+        log_ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT)
+        gain_B, clipped_B = self.clip(log_ratio_B, batch.advantages_B)
         loss = -(gain_B * batch.mask_BT.any(1)).sum() / batch.num_sequences
         return LossOutput(loss, clipped_B[:, None] & batch.mask_BT)

@@ -27,7 +27,7 @@ class GspoToken(ClippedLoss):
     def __call__(self, batch: PolicyBatch) -> LossOutput:
         sequence_log_ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT)
         own_gradient_BT = torch.where(batch.mask_BT, batch.logprobs_BT - batch.logprobs_BT.detach(), 0.0)
-        ratio_BT = (sequence_log_ratio_B.detach()[:, None] + own_gradient_BT).exp()
-        gain_BT, clipped_BT = self.clip(ratio_BT, batch.advantages_B[:, None])
+        log_ratio_BT = sequence_log_ratio_B.detach()[:, None] + own_gradient_BT
+        gain_BT, clipped_BT = self.clip(log_ratio_BT, batch.advantages_B[:, None])
         loss = -sequence_mean(gain_BT, batch.mask_BT).sum() / batch.num_sequences
         return LossOutput(loss, clipped_BT & batch.mask_BT)

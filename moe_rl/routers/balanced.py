@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_rl.routers.base import Router
 
@@ -27,18 +28,18 @@ class Balanced(Router):
         if self.speed < 0:
             raise ValueError(f"speed is {self.speed}; set it to 0 or more")
 
-    def attach(self, router: nn.Module, num_experts: int, top_k: int) -> None:
+    def attach(self, router: Any, num_experts: int, top_k: int) -> None:
         device = next(router.parameters()).device
         router.register_buffer("balance_bias", torch.zeros(num_experts, device=device))
         router.register_buffer("balance_load", torch.zeros(num_experts, device=device))
 
-    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+    def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         ids_NK = (scores_NE.detach() + router.balance_bias).topk(top_k, dim=-1).indices
         if torch.is_grad_enabled():
             router.balance_load.add_(torch.bincount(ids_NK.flatten(), minlength=scores_NE.shape[-1]))
         return ids_NK
 
-    def after_update(self, router: nn.Module) -> None:
+    def after_update(self, router: Any) -> None:
         load: Tensor = router.balance_load
         router.balance_bias.add_(torch.sign(load.mean() - load), alpha=self.speed)
         load.zero_()

@@ -18,24 +18,25 @@ class Router:
     """A router variant: how experts are chosen, and, if it says so, how they are weighted. This base changes nothing.
 
     Fields of a subclass are its hyper-parameters. `select` answers the model's own top-k call, so normalisation, scale
-    and autograd stay the model's own code; replay forces its ids at the same place and works with every variant.
+    and autograd stay the model's own code; replay forces its ids at the same place and works with every variant. The
+    argument `router` is the router module.
     """
 
-    def attach(self, router: nn.Module, num_experts: int, top_k: int) -> None:
-        """Add parameters or buffers that the variant needs to the router module. They are trained and copied with it."""
+    def attach(self, router: Any, num_experts: int, top_k: int) -> None:
+        """Add parameters or buffers that the variant needs to the router module: trained, saved and copied with it."""
 
-    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+    def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         """Expert ids [N, K], int64, distinct in each row. scores_NE: what the model itself would rank."""
         return scores_NE.topk(top_k, dim=-1).indices
 
-    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: nn.Module) -> Tensor:
+    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: Any) -> Tensor:
         """Mixing weights [N, K] of the given experts, which may be replayed ones. Must carry gradient to the logits.
 
         Leave it alone, and the model computes its own.
         """
         raise RoutingError(f"{type(self).__name__} leaves the gates to the model")
 
-    def after_update(self, router: nn.Module) -> None:
+    def after_update(self, router: Any) -> None:
         """Called after every gradient update, once a router."""
 
 
@@ -60,7 +61,12 @@ def install(model: nn.Module, variant: Router) -> Callable[[], None]:
             raise RoutingError(f"{kind.__name__} sets the gates, which {type(site.module).__name__} does not expose")
         variant.attach(site.module, site.num_experts, site.top_k)
         undo.extend(_install_on(site, variant, chooses, weighs))
-    return lambda: [remove() for remove in undo] and None
+
+    def uninstall() -> None:
+        while undo:
+            undo.pop()()
+
+    return uninstall
 
 
 def _install_on(site: RouterSite, variant: Router, chooses: bool, weighs: bool) -> list[Callable[[], None]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_rl.routers.base import Router
 
@@ -24,6 +25,6 @@ class Binned(Router):
         if self.width <= 0:
             raise ValueError(f"width is {self.width}; bins need a width above 0")
 
-    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+    def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         bins_NE = (scores_NE.detach().float() / self.width).floor()
         return bins_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,15 @@ class LearnedPrior(Router):
 
     start: float = 0.0  # every offset at first
 
-    def attach(self, router: nn.Module, num_experts: int, top_k: int) -> None:
+    def attach(self, router: Any, num_experts: int, top_k: int) -> None:
         weight = next(router.parameters())
         router.prior = nn.Parameter(torch.full((num_experts,), self.start, device=weight.device))
 
-    def select(self, scores_NE: Tensor, top_k: int, router: nn.Module) -> Tensor:
+    def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         # Families rank probabilities (0 to 1) or logits; the logarithm of the first is the second up to a constant.
         scores = scores_NE.detach().float()
         logs_NE = torch.where(scores.min() >= 0, scores.clamp(min=1e-20).log(), scores)
         return (logs_NE + router.prior.detach()).topk(top_k, dim=-1).indices
 
-    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: nn.Module) -> Tensor:
+    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: Any) -> Tensor:
         return (logits_NE.float().gather(-1, expert_ids_NK) + router.prior[expert_ids_NK]).softmax(-1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_rl.routers.base import Router
 
@@ -24,5 +25,5 @@ class Tempered(Router):
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; set it above 0")
 
-    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: nn.Module) -> Tensor:
+    def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: Any) -> Tensor:
         return (logits_NE.float().gather(-1, expert_ids_NK) / self.temperature).softmax(-1)
