@@ -165,19 +165,8 @@ class DriftMeter:
         return rows
 
     def _routing(self, sets: list[TokenSet], source: str, update: int) -> list[RoutingTrace]:
-        """The present routing of each token set, from one forward of all of them."""
-        if not sets:
-            return []
-        width = max(tokens.attention_BS.shape[1] for tokens in sets)
+        """The present routing of each token set.
 
-        def join(name: str) -> Tensor:
-            parts = [getattr(tokens, name) for tokens in sets]
-            return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-
-        trace = routing_of(self.model, join("tokens_BS"), join("attention_BS"), source, update)
-        ends = torch.tensor([len(tokens.tokens_BS) for tokens in sets]).cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        return [
-            trace[slice(first, last)].aligned_to(tokens.attention_BS)
-            for first, last, tokens in zip(starts, ends, sets, strict=True)
-        ]
+        One forward a set, always of the same shape: in low precision another batch shape alone changes some routing.
+        """
+        return [routing_of(self.model, x.tokens_BS, x.attention_BS, source, update) for x in sets]

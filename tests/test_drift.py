@@ -158,7 +158,7 @@ def test_ids_above_127_are_compared_as_they_are():
     assert compare(*wide).slot_change == 0.5
 
 
-# ----------------------------------------------------------------------------------------------------------------- meter
+# ---------------------------------------------------------------------------------------------------------------- meter
 PROBE = tokens(3, 7)
 
 
@@ -197,6 +197,19 @@ def test_without_a_weight_change_every_drift_is_exactly_0(dtype):
                 assert not any(row["slot_change"]), row
                 assert row["any_layer_change"] == 0
     assert seen == 2 * 2 * 5
+
+
+def test_a_token_set_is_always_forwarded_in_the_same_shape():
+    """Another batch shape can change routing in low precision, which would be read as drift."""
+    model, shapes = tiny(), []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    meter = DriftMeter(model, DriftSettings(rollouts=4, probe=3), PROBE)
+    for step in (1, 2):
+        meter.begin_step(step, rollouts())
+        meter.after_update(step, 1)
+    assert shapes == [(3, 7), *[(4, 11), (4, 11), (3, 7)] * 2]
 
 
 def test_references_are_the_policies_that_they_are_called():

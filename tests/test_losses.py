@@ -262,7 +262,7 @@ def test_no_gradient_reaches_the_old_policy(loss):
 def test_impossible_clip_bounds_are_refused(bounds):
     for kind in LOSSES.values():
         if issubclass(kind, ClippedLoss):
-            with pytest.raises(ValueError, match="clip bounds low .* are impossible"):
+            with pytest.raises(ValueError, match=r"clip bounds low .* are impossible"):
                 kind(clip_low=bounds[0], clip_high=bounds[1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def changes_routing(variant: Router) -> bool:
 
 
 def install(model: nn.Module, variant: Router) -> Callable[[], None]:
-    """Let `variant` choose in every router of `model`, until the returned function is called.
+    """Let `variant` choose in every router of `model`, until the returned function takes it and its state away.
 
     A variant that overrides nothing costs nothing and is fine on a dense model. Raises RoutingError where a variant
     needs routing and the model is dense, or needs logits and the family's routers return none.
@@ -59,8 +60,10 @@ def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     for site in require_routers(model):
         if weighs and not site.ids_in_output:
             raise RoutingError(f"{kind.__name__} sets the gates, which {type(site.module).__name__} does not expose")
+        own = set(site.module.state_dict())
         variant.attach(site.module, site.num_experts, site.top_k)
         undo.extend(_install_on(site, variant, chooses, weighs))
+        undo.extend(partial(delattr, site.module, name) for name in set(site.module.state_dict()) - own)
 
     def uninstall() -> None:
         while undo:

@@ -28,8 +28,10 @@ class LearnedPrior(Router):
 
     def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         # Families rank probabilities (0 to 1) or logits; the logarithm of the first is the second up to a constant.
+        # Told apart token by token, for a token's choice must not depend on its batch.
         scores = scores_NE.detach().float()
-        logs_NE = torch.where(scores.min() >= 0, scores.clamp(min=1e-20).log(), scores)
+        outside = ((scores < 0) & ~scores.isneginf()) | (scores > 1)  # -inf: outside the token's expert groups
+        logs_NE = torch.where(outside.any(-1, keepdim=True), scores, scores.clamp(min=0).log())
         return (logs_NE + router.prior.detach()).topk(top_k, dim=-1).indices
 
     def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: Any) -> Tensor:

@@ -1,0 +1,409 @@
+"""Router variants: the contract that every file must keep on every family, and what each variant means."""
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
+from test_record import forward
+
+from moe_rl import discovery, record, replay
+from moe_rl.models.families import find_routers
+from moe_rl.records import RoutingError
+from moe_rl.routers.balanced import Balanced
+from moe_rl.routers.base import Router, changes_routing, install
+from moe_rl.routers.binned import Binned
+from moe_rl.routers.learned_prior import LearnedPrior
+from moe_rl.routers.native import Native
+from moe_rl.routers.tempered import Tempered
+
+ROUTERS = discovery.variants("moe_rl.routers", Router)
+
+
+def run(model, ids, mask):
+    """(routing, logits) of one forward without gradient."""
+    with torch.no_grad(), record(model) as recorder:
+        logits = forward(model, ids, mask).logits
+    return recorder.trace, logits
+
+
+def gates_of(model, ids, mask):
+    """What each router returns: [(logits, gates, ids)]."""
+    seen = []
+    hooks = [site.module.register_forward_hook(lambda m, a, out: seen.append(out)) for site in find_routers(model)]
+    with torch.no_grad():
+        forward(model, ids, mask)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.fixture(params=ROUTERS, ids=str)
+def variant(request):
+    return ROUTERS[request.param]()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def test_every_file_is_found():
+    assert {"native", "binned", "tempered", "balanced", "learned_prior"} <= ROUTERS.keys()
+
+
+# ------------------------------------------------------------------------------------------------------------- contract
+def test_chosen_experts_exist_and_are_distinct_and_every_router_parameter_learns(variant, family):
+    model, (ids, mask) = tiny(family), tokens()
+    install(model, variant)
+    with record(model) as recorder:
+        forward(model, ids, mask).logits.logsumexp(-1).sum().backward()
+    recorder.trace.check()
+    chosen = recorder.trace.expert_ids_BSLK[mask.bool()].long()
+    assert chosen.unique().numel() > 4, "a test in which all tokens use the same experts shows nothing"
+    for site in find_routers(model):
+        for name, parameter in site.module.named_parameters():
+            assert parameter.grad is not None, f"{site.name}.{name}"
+            assert parameter.grad.abs().sum() > 1e-6, f"{site.name}.{name}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replay_of_own_routing_is_the_identity_bit_for_bit(variant, family, dtype):
+    model, (ids, mask) = tiny(family, dtype=dtype), tokens()
+    install(model, variant)
+    trace, logits = run(model, ids, mask)
+    with torch.no_grad(), replay(model, trace):
+        assert torch.equal(forward(model, ids, mask).logits, logits)
+
+
+def test_foreign_experts_are_executed_and_the_router_still_learns(variant, family):
+    model, (ids, mask) = tiny(family), tokens()
+    install(model, variant)
+    trace, _ = run(model, ids, mask)
+    foreign = random_trace_like(trace)
+    received = []
+    experts = [m.experts for m in model.modules() if isinstance(getattr(m, "experts", None), torch.nn.Module)]
+    for module in experts:
+        module.register_forward_pre_hook(lambda m, args: received.append(args[1].clone()))
+    with replay(model, foreign):
+        forward(model, ids, mask).logits.logsumexp(-1).sum().backward()
+    assert len(received) == 3
+    for layer, seen in enumerate(received):
+        wanted = foreign.expert_ids_BSLK[:, :, layer][mask.bool()].long()
+        assert torch.equal(seen.view(*ids.shape, -1)[mask.bool()], wanted)
+    assert all(site.module.weight.grad.norm() > 1e-4 for site in find_routers(model))
+
+
+def test_uninstalling_restores_the_model(variant, family):
+    model, (ids, mask) = tiny(family), tokens()
+    names = set(model.state_dict())
+    _, before = run(model, ids, mask)
+    remove = install(model, variant)
+    run(model, ids, mask)
+    remove()
+    assert torch.equal(run(model, ids, mask)[1], before)
+    assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert set(model.state_dict()) == names
+
+
+def test_a_copy_of_the_model_and_the_model_do_not_disturb_each_other(variant, family):
+    model, (ids, mask) = tiny(family), tokens()
+    native = run(model, ids, mask)[1]
+    install(model, variant)
+    trace, logits = run(model, ids, mask)
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin, ids, mask)[1], native)  # a variant is installed on one model, not on its copies
+    assert torch.equal(run(model, ids, mask)[1], logits)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    again, logits_again = run(model, ids, mask)
+    assert torch.equal(again.expert_ids_BSLK, trace.expert_ids_BSLK)
+    assert torch.equal(logits_again, logits)
+
+
+def test_the_state_of_a_variant_travels_in_the_state_dict(variant, family):
+    model, (ids, mask) = tiny(family), tokens()
+    install(model, variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        forward(model, ids, mask).logits.logsumexp(-1).mean().backward()
+        optimizer.step()
+        for site in find_routers(model):
+            variant.after_update(site.module)
+    trace, logits = run(model, ids, mask)
+    other = tiny(family, seed=1)
+    install(other, variant)
+    other.load_state_dict(model.state_dict())
+    again, logits_again = run(other, ids, mask)
+    assert torch.equal(again.expert_ids_BSLK, trace.expert_ids_BSLK)
+    assert torch.equal(logits_again, logits)
+
+
+def test_a_token_is_routed_the_same_in_any_batch(variant, family):
+    model, (ids, mask) = tiny(family, experts=4, initializer_range=0.3), tokens(8, 9, padded=False)
+    install(model, variant)
+    for number, site in enumerate(find_routers(model)):
+        for name, tensor in [*site.module.named_parameters(), *site.module.named_buffers()]:
+            if name != "weight":  # offsets that matter
+                generator = torch.Generator().manual_seed(number)
+                tensor.data = torch.rand(tensor.shape, generator=generator) * 2
+    whole = run(model, ids, mask)[0].expert_ids_BSLK.sort(-1).values
+    for row in range(len(ids)):
+        for width in (1, 9):
+            alone, _ = run(model, ids[row : row + 1, :width], mask[row : row + 1, :width])
+            assert torch.equal(alone.expert_ids_BSLK.sort(-1).values, whole[row : row + 1, :width])
+
+
+def test_a_dense_model_takes_only_a_variant_that_changes_nothing(variant):
+    model, (ids, mask) = tiny("dense"), tokens()
+    before = forward(model, ids, mask).logits
+    if changes_routing(variant):
+        with pytest.raises(RoutingError, match="no MoE layers"):
+            install(model, variant)
+    else:
+        install(model, variant)
+    assert torch.equal(forward(model, ids, mask).logits, before)
+
+
+def test_recomputation_under_activation_checkpointing_gives_the_same_gradients(variant):
+    model, (ids, mask) = tiny(), tokens()
+    install(model, variant)
+    expected = {}
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        model.zero_grad()
+        forward(model, ids, mask, use_cache=False).logits.logsumexp(-1).sum().backward()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(expected.setdefault(name, parameter.grad), parameter.grad), name
+
+
+# ------------------------------------------------------------------------------------------------------- what they mean
+def test_native_is_the_model_itself(family):
+    model, (ids, mask) = tiny(family), tokens()
+    trace, logits = run(model, ids, mask)
+    install(model, Native())
+    again, logits_again = run(model, ids, mask)
+    assert torch.equal(logits_again, logits)
+    assert torch.equal(again.expert_ids_BSLK, trace.expert_ids_BSLK)
+    assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_binned_does_not_see_noise_within_a_bin_and_gives_ties_to_the_lower_id():
+    router, scores = Binned(width=0.1), torch.tensor([[0.31, 0.39, 0.05, 0.25], [0.12, 0.18, 0.11, 0.19]])
+    assert router.select(scores, 2, torch.nn.Identity()).tolist() == [[0, 1], [0, 1]]
+    noisy = scores + torch.tensor([[0.08, -0.08, 0.04, 0.04], [0.07, -0.07, 0.08, -0.08]])
+    assert not torch.equal(noisy.topk(2).indices.sort(-1).values, scores.topk(2).indices.sort(-1).values)
+    assert router.select(noisy, 2, torch.nn.Identity()).tolist() == [[0, 1], [0, 1]]
+    crossing = scores + torch.tensor([[0.0, 0.0, 0.0, 0.2], [0.0, 0.03, 0.0, 0.0]])
+    assert router.select(crossing, 2, torch.nn.Identity()).tolist() == [[3, 0], [1, 0]]
+
+
+def test_binned_in_narrow_bins_is_native_and_in_wide_ones_drifts_less():
+    native, (ids, mask) = tiny(experts=16, top_k=2), tokens(8, 20, padded=False)
+    changed = {}
+    for width in (1e-6, 0.05):
+        model = copy.deepcopy(native)
+        install(model, Binned(width=width))
+        before, _ = run(model, ids, mask)
+        if width == 1e-6:
+            assert not sets_differ(before, run(native, ids, mask)[0]).any()
+        with torch.no_grad():
+            for site in find_routers(model)[:1]:
+                noise = torch.randn(site.module.weight.shape, generator=torch.Generator().manual_seed(0))
+                site.module.weight.add_(1e-2 * noise)
+        changed[width] = sets_differ(run(model, ids, mask)[0], before)[..., 0].float().mean().item()
+    assert 0 < changed[0.05] < changed[1e-6]
+
+
+def test_tempered_gates_by_hand(family):
+    model, (ids, mask) = tiny(family), tokens()
+    install(model, Tempered(temperature=3.0))
+    logits, gates, chosen = gates_of(model, ids, mask)[0]
+    expected = (logits.float().gather(-1, chosen) / 3.0).softmax(-1)
+    assert torch.allclose(gates.float(), expected, atol=1e-6)
+    native = tiny(family)
+    native_logits, _, native_chosen = gates_of(native, ids, mask)[0]
+    assert torch.equal(chosen, native_chosen)
+    assert torch.equal(logits, native_logits)
+    hot = Tempered(temperature=1e6).gate(logits, chosen, torch.nn.Identity())
+    assert torch.allclose(hot, torch.full_like(hot, 0.5), atol=1e-3)
+
+
+def test_tempered_at_1_is_a_family_that_normalises_softmax_gates():
+    model, (ids, mask) = tiny("qwen3_moe"), tokens()
+    before = run(model, ids, mask)[1]
+    install(model, Tempered(temperature=1.0))
+    assert torch.allclose(run(model, ids, mask)[1], before, atol=1e-4)
+
+
+def test_balanced_bias_by_hand():
+    module = torch.nn.Linear(2, 4)
+    router = Balanced(speed=0.1)
+    router.attach(module, 4, 2)
+    scores = torch.tensor([[0.9, 0.8, 0.1, 0.0], [0.9, 0.1, 0.8, 0.0], [0.9, 0.8, 0.1, 0.0]])
+    assert router.select(scores, 2, module).tolist() == [[0, 1], [0, 2], [0, 1]]
+    assert module.balance_load.tolist() == [3, 2, 1, 0]
+    router.after_update(module)  # mean 1.5
+    assert module.balance_bias.tolist() == pytest.approx([-0.1, -0.1, 0.1, 0.1])
+    assert module.balance_load.tolist() == [0, 0, 0, 0]
+    near = torch.tensor([[0.9, 0.8, 0.65, 0.0]])
+    assert router.select(near, 2, module).tolist() == [[0, 2]]  # .8, .7, .75, .1
+
+
+def test_balanced_counts_only_forwards_with_gradient_and_counts_padding_too():
+    model, (ids, mask) = tiny(), tokens()
+    install(model, Balanced())
+    run(model, ids, mask)
+    router = find_routers(model)[0].module
+    assert not router.balance_load.any()
+    forward(model, ids, mask)
+    assert router.balance_load.sum() == 2 * ids.numel() > 2 * mask.sum()
+
+
+def test_balanced_moves_the_load_toward_uniform():
+    model, (ids, mask) = tiny("qwen3_moe", layers=1, experts=8, top_k=2), tokens(16, 20, padded=False)
+    variant = Balanced(speed=0.01)
+    install(model, variant)
+    router = find_routers(model)[0].module
+
+    def excess():
+        forward(model, ids, mask)
+        load = router.balance_load
+        variant_excess = (load.max() / load.mean() - 1).item()
+        variant.after_update(router)
+        return variant_excess
+
+    first = excess()
+    for _ in range(60):
+        last = excess()
+    assert first > 0.5, "a load that is uniform from the start shows nothing"
+    assert last < first / 3
+
+
+def test_learned_prior_starts_as_the_familys_own_choice(family):
+    model, (ids, mask) = tiny(family), tokens()
+    before, _ = run(model, ids, mask)
+    install(model, LearnedPrior())
+    layer = 0  # later layers see other gates
+    assert not sets_differ(run(model, ids, mask)[0], before)[mask.bool()][:, layer].any()
+
+
+def test_learned_prior_counts_in_choice_and_gate(family):
+    model, (ids, mask) = tiny(family, layers=1), tokens()
+    install(model, LearnedPrior())
+    prior = find_routers(model)[0].module.prior
+    with torch.no_grad():
+        prior[3] = 50.0
+    logits, gates, chosen = gates_of(model, ids, mask)[0]
+    assert (chosen == 3).any(-1).all()
+    expected = (logits.float().gather(-1, chosen) + prior[chosen]).softmax(-1)
+    assert torch.allclose(gates.float(), expected, atol=1e-6)
+    assert (gates.float().max(-1).values > 0.999).all()
+
+
+def test_learned_prior_learns():
+    model, (ids, mask) = tiny(layers=1), tokens()
+    install(model, LearnedPrior())
+    prior = find_routers(model)[0].module.prior
+    assert any(parameter is prior for parameter in model.parameters())
+    optimizer = torch.optim.SGD([prior], lr=1.0)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = forward(model, ids, mask, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert prior.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(Binned, {"width": 0.0}), (Tempered, {"temperature": -1.0}), (Balanced, {"speed": -1.0})]
+)
+def test_impossible_settings_are_refused_by_name(kind, value):
+    (name, number), = value.items()  # fmt: skip
+    with pytest.raises(ValueError, match=f"{name} is {number}"):
+        kind(**value)
+
+
+# ------------------------------------------------------------------------------------------------------------ discovery
+def module_of(text, name="my_variants"):
+    module = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
+    sys.modules[name] = module
+    header = "import dataclasses\nfrom moe_rl.routers.base import Router\n"
+    exec(compile(header + text, module.__file__, "exec"), module.__dict__)
+    return module
+
+
+ONE = "@dataclasses.dataclass(frozen=True, kw_only=True)\nclass {}(Router):\n    strength: float = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", "it defines none"), (ONE.format("One") + ONE.format("Two"), "it defines One, Two")]
+)
+def test_a_file_without_exactly_one_variant_is_refused_by_name(text, found):
+    with pytest.raises(TypeError, match=rf"my_variants\.py must define exactly one Router, {found}"):
+        discovery.variant_in(module_of(text), Router)
+
+
+def test_an_imported_variant_does_not_count_as_defined():
+    text = "from moe_rl.routers.binned import Binned\n" + ONE.format("Mine")
+    assert discovery.variant_in(module_of(text), Router).__name__ == "Mine"
+
+
+def test_a_folder_of_variants_is_walked(tmp_path, monkeypatch):
+    package = tmp_path / "walked_variants"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("raise RuntimeError('base is not a variant')")
+    (package / "mine.py").write_text(
+        "import dataclasses\nfrom moe_rl.routers.base import Router\n" + ONE.format("Mine")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = discovery.variants("walked_variants", Router)
+    assert [(stem, kind.__name__) for stem, kind in found.items()] == [("mine", "Mine")]
+    (package / "empty.py").write_text("")
+    with pytest.raises(TypeError, match=r"empty\.py must define exactly one Router"):
+        discovery.variants("walked_variants", Router)
+
+
+def test_every_variant_is_a_typed_option():
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+
+    for kind in ROUTERS.values():
+        made = instantiate(OmegaConf.structured(discovery.node(kind)))
+        assert made == kind()
+    node = OmegaConf.structured(discovery.node(Binned))
+    with pytest.raises(ValidationError):
+        node.width = "wide"
+    with pytest.raises((ConfigAttributeError, ConfigKeyError)):
+        node.witdh = 0.1
+
+
+def test_a_class_from_outside_is_pointed_to_by_target():
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    text = ONE.format("Mine") + (
+        "    def select(self, scores_NE, top_k, router):\n        return (-scores_NE).topk(top_k, dim=-1).indices\n"
+    )
+    module = module_of(text, "my_lab")
+    variant = instantiate(OmegaConf.create({"_target_": "my_lab.Mine", "strength": 0.25}))
+    assert isinstance(variant, module.Mine)
+    assert variant.strength == 0.25
+    model, (ids, mask) = tiny(experts=4, top_k=2, layers=1), tokens()
+    native, _ = run(model, ids, mask)
+    install(model, variant)
+    mine, _ = run(model, ids, mask)
+    both = torch.cat([native.expert_ids_BSLK, mine.expert_ids_BSLK], -1).sort(-1).values[mask.bool()]
+    assert (both == torch.arange(4)).all()  # the worst two are the other two
