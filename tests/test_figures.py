@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
@@ -237,11 +239,11 @@ def test_known_arms_differ_in_colour_grey_line_and_marker():
     assert greys[-1] < 0.7, "too light for a thin line on white"
 
 
-@pytest.mark.parametrize("kind", figures.FORMATS)
-def test_the_same_figure_gives_the_same_bytes(studies, drawn, tmp_path, kind):
-    base.save(drawn("clip_fraction", "dense"), tmp_path / "a", "it", [kind])
-    base.save(figures.draw("clip_fraction", studies["dense"]), tmp_path / "b", "it", [kind])
-    assert (tmp_path / "a" / f"it.{kind}").read_bytes() == (tmp_path / "b" / f"it.{kind}").read_bytes()
+def test_the_same_figure_gives_the_same_bytes(studies, drawn, tmp_path):
+    ones = base.save(drawn("clip_fraction", "dense"), tmp_path / "a", "it", figures.FORMATS)
+    twos = base.save(figures.draw("clip_fraction", studies["dense"]), tmp_path / "b", "it", reversed(figures.FORMATS))
+    for one in ones:
+        assert any(one.read_bytes() == two.read_bytes() for two in twos), one.suffix
 
 
 def test_a_fresh_process_gives_the_same_bytes_and_loads_neither_torch_nor_pyplot(studies, drawn, tmp_path):
@@ -254,7 +256,7 @@ def test_a_fresh_process_gives_the_same_bytes_and_loads_neither_torch_nor_pyplot
         "loaded = {'torch', 'transformers', 'matplotlib.pyplot', 'scipy.stats'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}' if loaded else 0)"
     )
-    environment = {"PYTHONHASHSEED": "1", "HOME": str(tmp_path)}
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", program, str(tmp_path / "fresh")]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
@@ -301,3 +303,11 @@ def test_make_figures_refuses_in_one_line_with_exit_code_2(studies, tmp_path, mo
         said = capsys.readouterr()
         assert len(said.err.splitlines()) == 1
         assert not said.out
+
+
+def test_a_line_never_resumes_after_a_value_that_is_not_finite():
+    rows = pd.DataFrame({"seed": 0, "x": [1, 2, 3, 4], "y": [1.0, float("inf"), 3.0, 4.0]})
+    assert _curves.curves(rows, "x", "y")[0].to_list() == [1.0]
+    gaps = pd.DataFrame({"seed": 0, "x": [1, 2, 3, 4], "y": [1.0, float("nan"), 3.0, 4.0]})
+    assert _curves.curves(gaps, "x", "y")[0].to_list() == [1.0]
+    assert _curves.curves(gaps, "x", "y", sparse=True)[0].to_list() == [1.0, 3.0, 4.0]

@@ -74,6 +74,7 @@ def test_runs_that_did_not_finish_are_counted_named_and_in_no_mean(tmp_path):
     runs = summary.run_measures(study)
     finished = runs[(runs["arm"] == "grpo") & (runs["state"] == "finished")]["final_reward"]
     assert table.loc["grpo", "final_reward"] == pytest.approx(finished.mean())
+    assert runs[runs["state"] != "finished"]["final_reward"].isna().all()
     assert summary.incidents(study) == [
         "grpo seed 2 diverged at step 2",
         "grpo_routing_replay seed 0 failed at step 2",
