@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.cold_start import lay_out, warm_up
-from moe_rl.config import ConfigError, Experiment
+from moe_rl.config import ConfigError, Experiment, settings_of
 from moe_rl.drift import DriftMeter
 from moe_rl.models.families import find_routers
 from moe_rl.provenance import provenance
@@ -86,13 +88,14 @@ def run(
 def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The policy after its cold start, with the router variant in place; writes down what it is."""
     torch.set_num_threads(e.launch.threads)
-    model, tokenizer = e.model.build(e.seed)
+    with settings_of("model"):
+        model, tokenizer = e.model.build(e.seed)
     sites = find_routers(model)
     if not sites and (e.replay != "none" or changes_routing(e.router)):
         raise ConfigError(f"{type(model).__name__} has no MoE layers; set arm.replay=none and router=native")
     install(model, e.router)
     check_lengths(e, model, tokenizer)
-    warmth = warm_up(model, tokenizer, e.task, e.cold_start, e.seed, cache_dir)
+    warmth = warm_up(model, tokenizer, e.task, e.cold_start, e.seed, cache_dir, forward_facts(e))
     model.to(e.launch.device)
     if e.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -114,6 +117,13 @@ def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreT
         **provenance(),
     )
     return model, tokenizer
+
+
+def forward_facts(e: Experiment) -> dict[str, str]:
+    """What decides the warm-up and cannot be seen on the model: the router variant, its settings and its code."""
+    if not changes_routing(e.router):
+        return {}
+    return {"router": repr(e.router), "router_source": inspect.getsource(sys.modules[type(e.router).__module__])}
 
 
 def check_lengths(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class Hf(Engine):
     """
 
     batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_size < 0:
+            raise ValueError(f"engine.batch_size is {self.batch_size}; set it to 1 or more, or 0 for all at once")
 
     def sample(
         self,
@@ -84,11 +89,12 @@ class Hf(Engine):
         mask = prompts["attention_mask"].to(model.device)
         width = mask.shape[1]
         sampled = SampledLogprobs()
-        with record(model, source="rollout") if record_routing else contextlib.nullcontext() as recorder:
+        with contextlib.ExitStack() as stack:
+            recorder = stack.enter_context(record(model, source="rollout")) if record_routing else None
+            stack.enter_context(generation_settings(model, self._settings(model, tokenizer, completions)))
             sequences = model.generate(
                 input_ids=prompts["input_ids"].to(model.device),
                 attention_mask=mask,
-                generation_config=self._settings(model, tokenizer, completions),
                 logits_processor=LogitsProcessorList([sampled]),
             )
         tokens = sequences[:, width:]
@@ -117,6 +123,19 @@ class Hf(Engine):
             eos_token_id=end_ids(model, tokenizer),
             bos_token_id=tokenizer.bos_token_id,
         )
+
+
+@contextlib.contextmanager
+def generation_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    """The model's generation settings are `settings` and nothing else.
+
+    Given as an argument, they would be mixed with the model's own (a repetition penalty, suppressed tokens).
+    """
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class SampledLogprobs(LogitsProcessor):
