@@ -1,0 +1,112 @@
+"""What one can say about recorded routing: load, co-activation, specialisation, saturation, entropy. Pure functions.
+
+All take the known tokens only, ids_NLK = known(trace): padding and rows of unknown routing are never counted. Rows hold
+distinct ids. Counts add over batches; shares come from counts, without a unit, nan where nothing was counted.
+OLMoE is arXiv 2409.02060, section 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_rl.drift import changed_experts
+from moe_rl.records import RoutingTrace
+
+CHUNK = 4096  # tokens whose one-hot choice is held at a time
+
+
+def known(trace: RoutingTrace) -> Tensor:
+    """The expert ids of the tokens whose routing is known, int64 [N, L, K]."""
+    return trace.expert_ids_BSLK[trace.valid_BS].long()
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+def load(ids_NLK: Tensor, num_experts: int) -> Tensor:
+    """Tokens that each expert got, int64 [L, E]; each layer's row sums to N K."""
+    L = ids_NLK.shape[1]
+    offsets_L1 = torch.arange(L, device=ids_NLK.device)[:, None] * num_experts
+    return torch.bincount((ids_NLK + offsets_L1).flatten(), minlength=L * num_experts).view(L, num_experts)
+
+
+def max_violation(load_LE: Tensor) -> Tensor:
+    """MaxVio = max_e load_e / mean_e load_e - 1, float64 [L]: 0 is uniform, E/K - 1 the worst.
+
+    Source: Auxiliary-Loss-Free Load Balancing, arXiv 2408.15664.
+    """
+    return load_LE.max(-1).values / load_LE.double().mean(-1) - 1
+
+
+def dead_experts(load_LE: Tensor) -> Tensor:
+    """Experts that no token chose, int64 [L]. With few tokens some are idle by chance."""
+    return (load_LE == 0).sum(-1)
+
+
+# ------------------------------------------------------------------------------------------------------- co-activation
+def pair_counts(ids_NLK: Tensor, num_experts: int) -> Tensor:
+    """Tokens that chose both experts, float64 [L, E, E], symmetric; the diagonal is the load.
+
+    All pairs of a token's set count, not only neighbours in rank.
+    """
+    L = ids_NLK.shape[1]
+    counts_LEE = torch.zeros(L, num_experts, num_experts, dtype=torch.float64, device=ids_NLK.device)
+    for ids in ids_NLK.split(CHUNK):
+        chosen_LNE = torch.zeros(L, len(ids), num_experts, device=ids.device).scatter_(2, ids.transpose(0, 1), 1.0)
+        counts_LEE += chosen_LNE.transpose(1, 2) @ chosen_LNE  # whole numbers below 2^24 are exact in float32
+    return counts_LEE
+
+
+def co_activation(counts_LEE: Tensor) -> Tensor:
+    """N_ij / N_i: share of expert i's tokens that also chose j, float64 [L, E, E]; rows i. nan on the diagonal.
+
+    Independent experts of equal load: (K - 1) / (E - 1). Source: OLMoE, section 5.2.
+    """
+    load_LE = counts_LEE.diagonal(dim1=1, dim2=2)
+    shares_LEE = counts_LEE / load_LE[..., None]
+    eye_EE = torch.eye(counts_LEE.shape[-1], dtype=torch.bool, device=counts_LEE.device)
+    return shares_LEE.masked_fill(eye_EE, float("nan"))
+
+
+# ------------------------------------------------------------------------------------------------------ specialisation
+def vocabulary_counts(ids_NLK: Tensor, tokens_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(token_ids_U, counts_LUE, occurrences_U): how often each token id that occurs went to each expert, int64."""
+    token_ids_U, place_N, occurrences_U = tokens_N.unique(return_inverse=True, return_counts=True)
+    L, U = ids_NLK.shape[1], len(token_ids_U)
+    cells_NLK = (torch.arange(L, device=ids_NLK.device)[:, None] * U + place_N[:, None, None]) * num_experts + ids_NLK
+    counts = torch.bincount(cells_NLK.flatten(), minlength=L * U * num_experts)
+    return token_ids_U, counts.view(L, U, num_experts), occurrences_U
+
+
+def vocabulary_specialisation(counts_LUE: Tensor, occurrences_U: Tensor) -> Tensor:
+    """N_xe / N_x: share of the occurrences of token id x that chose expert e, float64 [L, U, E]; each sums to K over e.
+
+    1 means that e got every x; a router that does not look at the token gives K / E. Source: OLMoE, section 5.4.
+    """
+    return counts_LUE.double() / occurrences_U[:, None]
+
+
+def mean_specialisation(shares_LUE: Tensor) -> Tensor:
+    """Each expert's specialisation: its mean share over the token ids that it got at all, float64 [L, E].
+
+    nan for an expert that got none. Rare token ids push it up (one occurrence is a share of 0 or 1): leave them out.
+    """
+    got_LUE = shares_LUE > 0
+    return shares_LUE.sum(1) / got_LUE.sum(1)
+
+
+# --------------------------------------------------------------------------------------------------- against another
+def saturation(reference_NLK: Tensor, ids_NLK: Tensor) -> Tensor:
+    """Mean share of a token's experts that the reference checkpoint chooses too, float64 [L]: 1 - slot change.
+
+    (1/N) sum_n |E_n & E_n'| / K; two unrelated routers give K / E. Source: OLMoE eq. 5, reference = last checkpoint.
+    """
+    return 1 - changed_experts(reference_NLK, ids_NLK).double().mean(0) / ids_NLK.shape[-1]
+
+
+def router_entropy(logits_NLE: Tensor) -> Tensor:
+    """Mean entropy of softmax(logits), nats, float64 [L]: log E is undecided, 0 is certain.
+
+    Of routers that score with a sigmoid it is the softmax's entropy all the same.
+    """
+    log_p_NLE = logits_NLE.double().log_softmax(-1)
+    return -(log_p_NLE.exp() * log_p_NLE).sum(-1).mean(0)

@@ -1,0 +1,265 @@
+"""Trace files: routing on disk, as parquet, one row per sequence and pass, over the sequence's own real tokens.
+
+    with TraceWriter("traces.parquet", trace.layer_names, trace.num_experts, trace.top_k) as writer:
+        writer.add(trace, attention_BS, step=3)
+    for record in read_traces("traces.parquet", step=3, source="new"):
+        record.expert_ids_TLK
+
+Columns: step, update, pass (rollout, old, new), sequence, expert_ids (bytes of [T, L, K], little-endian), valid (T
+bytes of 0 or 1), token_ids (T integers, or none), crc32 (over the row). The file's metadata names the format, L, K, E,
+the layers, the id dtype, the model class and the library versions, and holds the number of rows and a checksum over
+them: a damaged file is an error, never another number. T is the number of real tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from moe_rl.provenance import versions
+from moe_rl.records import RoutingTrace, id_dtype
+from moe_rl.trace_format import (
+    FORMAT,
+    HEADER,
+    HEADER_CRC,
+    INDEX,
+    SCHEMA,
+    VERSION,
+    SequenceTrace,
+    TraceError,
+    TraceHeader,
+    chain,
+    row_crc,
+)
+
+__all__ = ["SequenceTrace", "TraceError", "TraceHeader", "TraceWriter", "read_header", "read_traces"]
+
+ROW_GROUP_BYTES = 8 * 2**20  # what a writer holds in memory
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+class TraceWriter:
+    """Writes one trace file; memory does not grow with its length. A context manager.
+
+    The file gets its name when the block ends well: until then it is a hidden temporary file beside it, which an
+    exception removes. Router logits are not written. TraceError when `path` exists already.
+    """
+
+    def __init__(
+        self, path: str | Path, layer_names: Sequence[str], num_experts: int, top_k: int, model_class: str = ""
+    ):
+        self.path = Path(path)
+        dtype = str(id_dtype(num_experts)).removeprefix("torch.")
+        self.header = TraceHeader(tuple(layer_names), num_experts, top_k, dtype, model_class, versions())
+        self.rows: list[dict[str, Any]] = []
+        self.held = self.count = self.index_crc = 0
+        if self.path.exists():
+            raise TraceError(f"{self.path} exists; delete it or choose another name")
+        self.temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed in __exit__)
+        except OSError as error:
+            raise TraceError(f"cannot write {self.path}: {error.strerror}; choose another place") from error
+        # No arrow schema: it would repeat the parquet one, and a second copy can contradict the first.
+        self.writer = pq.ParquetWriter(
+            self.file,
+            SCHEMA,
+            compression="zstd",
+            use_dictionary=["pass"],
+            write_statistics=False,
+            store_schema=False,
+            write_page_checksum=True,
+        )
+
+    def add(
+        self,
+        trace: RoutingTrace,
+        attention_BS: Tensor,
+        *,
+        step: int,
+        sequences: Sequence[int] | None = None,
+        tokens_BS: Tensor | None = None,
+    ) -> None:
+        """One row for each sequence of `trace`: its real tokens by `attention_BS`, known or not.
+
+        sequences: their numbers within the step, default 0, 1, ... Update and pass are the trace's own. RoutingError
+        for a trace of another model, an impossible row (see RoutingTrace.check), or shapes that disagree.
+        """
+        header = self.header
+        have = (trace.layer_names, trace.num_experts, trace.top_k)
+        if have != (header.layer_names, header.num_experts, header.top_k):
+            raise TraceError(
+                f"{self.path} holds {header.top_k} of {header.num_experts} experts in {len(header.layer_names)} layers "
+                f"({header.layer_names[0]}, ...), the trace {trace.top_k} of {trace.num_experts} in "
+                f"{trace.num_layers} ({trace.layer_names[0]}, ...); write each model to a file of its own"
+            )
+        trace = trace.aligned_to(attention_BS.to(trace.valid_BS.device))
+        trace.check()
+        numbers = list(range(len(attention_BS))) if sequences is None else list(sequences)
+        if len(numbers) != len(attention_BS) or (tokens_BS is not None and tokens_BS.shape != attention_BS.shape):
+            raise TraceError(
+                f"a trace of {len(attention_BS)} sequences came with {len(numbers)} sequence numbers and tokens of "
+                f"shape {None if tokens_BS is None else tuple(tokens_BS.shape)}; give one number and one row each"
+            )
+        ids_BSLK = trace.expert_ids_BSLK.masked_fill(~trace.valid_BS[:, :, None, None], 0).cpu().numpy()
+        valid_BS, real_BS = trace.valid_BS.cpu().numpy(), attention_BS.bool().cpu().numpy()
+        tokens = None if tokens_BS is None else tokens_BS.cpu().numpy()
+        for row, sequence in enumerate(numbers):
+            real = real_BS[row]
+            self._append(
+                {
+                    "step": step,
+                    "update": trace.update,
+                    "pass": trace.source,
+                    "sequence": sequence,
+                    "expert_ids": np.ascontiguousarray(ids_BSLK[row][real], header.numpy_dtype).tobytes(),
+                    "valid": valid_BS[row][real].astype(np.uint8).tobytes(),
+                    "token_ids": None if tokens is None else tokens[row][real].astype(np.int32),
+                }
+            )
+
+    def _append(self, row: dict[str, Any]) -> None:
+        row["crc32"] = row_crc(row)
+        self.rows.append(row)
+        self.index_crc = chain(self.index_crc, row)
+        self.count += 1
+        self.held += len(row["expert_ids"]) + 5 * len(row["valid"])
+        if self.held >= ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.rows:
+            self.writer.write_table(pa.Table.from_pylist(self.rows, schema=SCHEMA))
+        self.rows, self.held = [], 0
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._flush() if kind is None else self.rows.clear()
+            facts = dataclasses.asdict(self.header) | {"rows": self.count, "index_crc32": self.index_crc}
+            text = json.dumps(facts).encode()
+            about = {VERSION: str(FORMAT), HEADER: text, HEADER_CRC: str(zlib.crc32(text))}
+            self.writer.add_key_value_metadata(about)
+            self.writer.close()
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            if kind is None:
+                os.replace(self.temporary, self.path)
+        finally:
+            self.file.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.temporary)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def read_header(path: str | Path) -> TraceHeader:
+    """What the file says about all its rows. TraceError as in `read_traces`."""
+    with _opened(path) as file:
+        return _header(path, file)[0]
+
+
+def read_traces(
+    path: str | Path,
+    step: int | None = None,
+    sequence: int | None = None,
+    source: str | None = None,
+    update: int | None = None,
+) -> Iterator[SequenceTrace]:
+    """The file's rows in the order of writing, those that match; memory does not grow with the file's length.
+
+    Raises TraceError, naming the file, for one that is missing, damaged, cut off, or written by a newer version.
+    """
+    wanted = {"step": step, "update": update, "pass": source, "sequence": sequence}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    with _opened(path) as file:
+        header, groups = _header(path, file)[0], _matching_groups(path, file, wanted)
+
+    def rows() -> Iterator[SequenceTrace]:
+        with _opened(path) as file:
+            for group in groups:
+                for row in file.read_row_group(group).to_pylist():
+                    if all(row[name] == value for name, value in wanted.items()):
+                        yield _record(path, header, row)
+
+    return rows()
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
+    if not Path(path).is_file():
+        raise TraceError(f"there is no trace file {path}")
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (TraceError, GeneratorExit):
+        raise
+    except Exception as error:  # damaged bytes raise nearly anything in the parquet library
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise TraceError(f"{path} is damaged, cut off or no trace file ({reason}); write it again") from error
+
+
+def _header(path: str | Path, file: pq.ParquetFile) -> tuple[TraceHeader, int, int]:
+    """(header, rows, checksum of the index) as the metadata say."""
+    about = file.metadata.metadata or {}
+    if VERSION not in about:
+        raise TraceError(f"{path} is a parquet file, but no trace file, or it is damaged")
+    if int(about[VERSION]) != FORMAT:
+        raise TraceError(f"{path} has trace format {int(about[VERSION])}, this version reads {FORMAT}; update moe_rl")
+    if zlib.crc32(about[HEADER]) != int(about[HEADER_CRC]):
+        raise TraceError(f"{path} is damaged: its metadata do not match their checksum; write it again")
+    facts = json.loads(about[HEADER])
+    facts["layer_names"] = tuple(facts["layer_names"])
+    rows, crc = facts.pop("rows"), facts.pop("index_crc32")
+    return TraceHeader(**facts), rows, crc
+
+
+def _matching_groups(path: str | Path, file: pq.ParquetFile, wanted: dict[str, Any]) -> list[int]:
+    """Row groups with a wanted row, once the whole index has been found sound."""
+    _, rows, expected = _header(path, file)
+    crc = count = 0
+    found = []
+    for group in range(file.num_row_groups):
+        index = file.read_row_group(group, columns=list(INDEX)).to_pylist()
+        for row in index:
+            crc, count = chain(crc, row), count + 1
+        if any(all(row[name] == value for name, value in wanted.items()) for row in index):
+            found.append(group)
+    if (count, crc) != (rows, expected):
+        raise TraceError(f"{path} is damaged: its {count} rows do not match the checksum over {rows}; write it again")
+    return found
+
+
+def _record(path: str | Path, header: TraceHeader, row: dict[str, Any]) -> SequenceTrace:
+    T, L, K = len(row["valid"]), len(header.layer_names), header.top_k
+    if row_crc(row) != row["crc32"] or len(row["expert_ids"]) != T * L * K * header.numpy_dtype.itemsize:
+        raise TraceError(f"{path} is damaged at step {row['step']}, sequence {row['sequence']}; write it again")
+    tokens = row["token_ids"]
+    return SequenceTrace(
+        header,
+        row["step"],
+        row["update"],
+        row["pass"],
+        row["sequence"],
+        np.frombuffer(row["expert_ids"], header.numpy_dtype).reshape(T, L, K),
+        np.frombuffer(row["valid"], np.uint8).astype(bool),
+        None if tokens is None else np.array(tokens, dtype=np.int64),
+    )
