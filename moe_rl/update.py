@@ -43,12 +43,12 @@ class Optim:
     warmup_updates: int = 0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"optim.lr is {self.lr}; set it above 0")
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
         for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -48,7 +48,7 @@ def eager_to_end(policy, share=0.3):
     return model, tokenizer
 
 
-# ------------------------------------------------------------------------------------------------------- distribution
+# --------------------------------------------------------------------------------------------------------- distribution
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "dense"])
 def test_rollout_logprobs_are_what_the_same_model_says_of_the_tokens(family):
     """So sampling is at temperature 1 over the whole vocabulary, and left padding changes nothing."""
@@ -141,7 +141,7 @@ def test_samples_follow_the_distribution(policy):
     assert share == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 2000) ** 0.5)
 
 
-# -------------------------------------------------------------------------------------------------------------- layout
+# --------------------------------------------------------------------------------------------------------------- layout
 def test_completions_of_a_prompt_are_neighbours_and_the_response_is_the_last_columns(policy):
     asked, rollouts = examples(5), sample(policy, 5, 3)
     B, T = rollouts.response_BT.shape
@@ -218,7 +218,7 @@ def test_every_end_token_of_the_model_ends_a_response(policy):
     assert (~rollouts.truncated_B).sum() > 10
 
 
-# ---------------------------------------------------------------------------------------------------------- randomness
+# ----------------------------------------------------------------------------------------------------------- randomness
 def test_rollouts_are_a_function_of_the_seed_and_leave_the_callers_randomness_alone(policy):
     one = sample(policy, seed=1)
     torch.manual_seed(123)
@@ -235,7 +235,7 @@ def test_recording_does_not_change_what_is_sampled(policy):
     assert sample(policy).routing is None
 
 
-# ------------------------------------------------------------------------------------------------------------- routing
+# -------------------------------------------------------------------------------------------------------------- routing
 @pytest.mark.parametrize("batch_size", [0, 6, 1])
 def test_a5_a22_routing_fits_the_tokens_and_is_unknown_for_padding_ended_rows_and_the_last_token(policy, batch_size):
     ending = eager_to_end(policy)
@@ -274,7 +274,7 @@ def test_parts_of_different_width_join_to_valid_rollouts(policy):
         assert policy[1].decode(prompt) == asked[row // 2].prompt
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 def test_prompts_with_unknown_characters_are_refused(policy):
     asked = [Example("0", "abc=", "cba"), Example("1", "aé=", "?")]
     with pytest.raises(ValueError, match=r"'aé=' has characters that the model's tokenizer does not know"):

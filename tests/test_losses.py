@@ -125,7 +125,7 @@ def test_e7_a_long_sequence_does_not_collapse(kind):
     assert not clipped.any()
 
 
-# -------------------------------------------------------------------------------------------------------- contract
+# ------------------------------------------------------------------------------------------------------------- contract
 def reinforce(mask, advantages, per_token):
     """Gradient of -A grad log pi: mean over sequences of the mean over tokens, or mean over all tokens."""
     count = mask.sum() if per_token else mask.sum(1, keepdim=True).clamp(min=1) * mask.any(1).sum()
@@ -266,7 +266,7 @@ def test_impossible_clip_bounds_are_refused(bounds):
                 kind(clip_low=bounds[0], clip_high=bounds[1])
 
 
-# ------------------------------------------------------------------------------------------------------------- laws
+# ----------------------------------------------------------------------------------------------------------------- laws
 def test_law_1_gradients_of_grpo_and_gspo_are_equal_at_ratio_1():
     new, _, mask, advantages = random_batch()
     one, other = (evaluate(kind(), new, new, mask, advantages) for kind in (Grpo, Gspo))

@@ -1,0 +1,430 @@
+"""The update: ratios that start at exactly 1, parts that add up, replay that happens, numbers by hand."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
+
+from moe_rl import record
+from moe_rl.drift import compare
+from moe_rl.policy import response_logprobs, routing_of
+from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.policy_losses.grpo import Grpo
+from moe_rl.policy_losses.gspo import Gspo
+from moe_rl.records import LossOutput, Rollouts, RoutingError
+from moe_rl.update import (
+    Optim,
+    clip_columns,
+    make_deterministic,
+    old_pass,
+    ratio_columns,
+    split_rows,
+    take_update,
+)
+
+ARMS = {"grpo": (Grpo(), "none"), "grpo_routing_replay": (Grpo(), "old_policy"), "gspo": (Gspo(), "none")}
+ARMS |= {"grpo_r3": (Grpo(), "rollout"), "gspo_routing_replay": (Gspo(), "old_policy")}
+
+
+def rollouts(model=None, batch=8, width=13, T=6, routing=False):
+    """Left-padded random sequences with responses of 1 to T tokens."""
+    ids, mask = tokens(batch, width)
+    mask = mask.clone().bool()
+    response = torch.arange(T) < torch.arange(batch)[:, None] % T + 1
+    mask[:, -T:] = response
+    trace = None
+    if routing:
+        trace = random_trace_like(routing_of(model, ids, mask))
+        known = mask.clone()
+        known[:, -1] = False
+        trace = dataclasses.replace(trace.aligned_to(known), source="rollout")
+    rewards = torch.linspace(0, 1, batch)
+    false = torch.zeros(batch, dtype=torch.bool)
+    logprobs = torch.zeros(batch, T)
+    return Rollouts(ids, mask, response, torch.arange(batch) // 4, logprobs, rewards, false, false, trace)
+
+
+def advantages(batch=8):
+    return torch.linspace(-1.5, 1.5, batch)
+
+
+def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
+    """The rows of `updates` updates on one batch of rollouts."""
+    loss, replayed = ARMS[arm]
+    data = data or rollouts(model, routing=replayed == "rollout")
+    rows = split_rows(len(data), updates, 0)
+    batches = old_pass(model, data, advantages(len(data)), rows, micro_batch, replayed)
+    optim = Optim(lr=lr)
+    optimizer, schedule = optim.build(model, updates)
+    return [take_update(model, optimizer, schedule, batch, loss, replayed, optim.max_grad_norm) for batch in batches]
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def distance(one, other):
+    """Largest relative distance of two sets of weights."""
+    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+
+
+# --------------------------------------------------------------------------------------------------------- law 1 and E9
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_law_1_ratios_are_exactly_1_on_the_first_mini_batch_and_e9_not_on_the_second(
+    arm, dtype, micro_batch, checkpointing
+):
+    model = tiny(dtype=dtype)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    make_deterministic(model)
+    first, second = train(model, arm, 2, micro_batch, lr=1e-2)
+    assert first["log_w_q"] == [0.0] * 7
+    assert (first["log_w_sd"], first["log_s_sd"], first["k3"]) == (0.0, 0.0, 0.0)
+    assert (first["clip_frac"], first["clip_frac_sequences"]) == (0.0, 0.0)
+    assert first["grad_norm"] > 1e-2
+    assert second["log_w_sd"] > 1e-3
+    assert second["k3"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_law_1_holds_for_every_family(family):
+    model = tiny(family)
+    for arm in ("grpo_routing_replay", "gspo", "grpo_r3"):
+        first, second = train(copy.deepcopy(model), arm)
+        assert (first["log_w_sd"], first["log_w_q"]) == (0.0, [0.0] * 7)
+        assert second["log_w_sd"] > 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_e12_dropout_and_jitter_in_the_config_do_not_move_the_ratio(checkpointing):
+    model = tiny("mixtral", layers=2)
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.3
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.train()
+    assert train(copy.deepcopy(model), "grpo")[0]["log_w_sd"] > 1e-3, "without the remedy there is something to remedy"
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        ran = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(torch.is_grad_enabled()))
+    make_deterministic(model)
+    for arm in ("grpo", "grpo_routing_replay"):
+        assert train(model, arm)[0]["log_w_sd"] == 0.0
+    if checkpointing:
+        assert sum(ran) == 2 * 2 * 2, "each training forward is computed again in backward"
+
+
+# ------------------------------------------------------------------------------------------------------ the same result
+@pytest.mark.parametrize("arm", ARMS)
+def test_micro_batches_and_activation_checkpointing_change_results_by_rounding_only(arm):
+    """Plain SGD, for Adam makes rounding of a gradient near 0 a step of full size."""
+    start, results = tiny(), {}
+    loss, replayed = ARMS[arm]
+    for micro_batch, checkpointing in ((0, False), (4, False), (3, False), (1, False), (0, True), (2, True)):
+        model = copy.deepcopy(start)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        make_deterministic(model)
+        data = rollouts(model, routing=replayed == "rollout")
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), micro_batch, replayed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        rows = [take_update(model, optimizer, schedule, batch, loss, replayed, 1.0) for batch in batches]
+        results[micro_batch, checkpointing] = weights(model), rows
+    expected, expected_rows = results[0, False]
+    assert distance(expected, weights(start)) > 1e-3
+    for key, (got, rows) in results.items():
+        assert distance(expected, got) < 2e-6, key
+        for row, expected_row in zip(rows, expected_rows, strict=True):
+            for column in ("loss", "grad_norm", "clip_frac", "clip_frac_sequences"):
+                assert row[column] == pytest.approx(expected_row[column], rel=1e-5, abs=1e-6), (key, column)
+            assert row["log_w_q"] == pytest.approx(expected_row["log_w_q"], abs=1e-5)
+    assert distance(expected, results[0, True][0]) == 0.0  # recomputation repeats the very same arithmetic
+
+
+def test_a_sequence_without_response_counts_in_no_micro_batch():
+    model, data = tiny(), rollouts()
+    response = data.response_BT.clone()
+    response[3] = False
+    attention = data.attention_BS.clone()
+    attention[3, -6:] = False
+    data = dataclasses.replace(data, response_BT=response, attention_BS=attention)
+    kept = torch.tensor([0, 1, 2, 4, 5, 6, 7])
+    norms = {}
+    for name, rows in (("all", torch.arange(8)), ("kept", kept)):
+        for micro_batch in (0, 2):
+            twin = copy.deepcopy(model)
+            batch = old_pass(twin, data, advantages(), [rows], micro_batch, "none")[0]
+            optimizer, schedule = Optim().build(twin, 1)
+            row = take_update(twin, optimizer, schedule, batch, Grpo(), "none", 1.0)
+            norms[name, micro_batch] = (row["loss"], row["grad_norm"], row["log_w_sd"])
+    for got in norms.values():
+        assert got == pytest.approx(norms["kept", 0], rel=1e-5)
+
+
+def test_law_4_sequences_without_advantage_change_nothing():
+    model, data = tiny(), rollouts()
+    before = weights(model)
+    for loss in (Grpo(), Gspo()):
+        batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], 0, "none")[0]
+        optimizer, schedule = Optim().build(model, 1)
+        row = take_update(model, optimizer, schedule, batch, loss, "none", 1.0)
+        assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
+    assert distance(before, weights(model)) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------- the old pass
+def test_split_rows_is_a_partition_and_a_function_of_the_seed():
+    parts = split_rows(24, 4, 7)
+    assert [len(part) for part in parts] == [6] * 4
+    assert torch.cat(parts).sort().values.tolist() == list(range(24))
+    assert torch.cat(parts).tolist() != list(range(24))
+    state = torch.get_rng_state()
+    assert all(torch.equal(a, b) for a, b in zip(parts, split_rows(24, 4, 7), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(parts[0], split_rows(24, 4, 8)[0])
+
+
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
+    model = tiny()
+    data, A = rollouts(model, routing=True), advantages()
+    rows = split_rows(8, 2, 3)
+    for replayed in ("none", "old_policy", "rollout"):
+        batches = old_pass(model, data, A, rows, micro_batch, replayed)
+        assert [len(batch.parts) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
+        for batch, wanted in zip(batches, rows, strict=True):
+            assert torch.equal(torch.cat(batch.advantages), A[wanted])
+            assert torch.equal(torch.cat([part.tokens_BS for part in batch.parts]), data.tokens_BS[wanted])
+            routing = torch.cat([routing.expert_ids_BSLK for routing in batch.routing])
+            if replayed == "old_policy":
+                own = routing_of(model, data.tokens_BS, data.attention_BS)[wanted]
+                assert {trace.source for trace in batch.routing} == {"old"}
+                real = own.valid_BS
+                assert torch.equal(routing[real], own.expert_ids_BSLK[real])
+            else:
+                assert torch.equal(routing, data.routing.expert_ids_BSLK[wanted])
+
+
+def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
+    model = tiny()
+    data = rollouts(model, routing=True)
+    rows = [torch.arange(8)]
+    natural, _ = response_logprobs(model, data)
+    old = {name: old_pass(model, data, advantages(), rows, 0, name)[0] for name in ("none", "old_policy", "rollout")}
+    assert torch.equal(old["none"].old_logprobs[0], natural)
+    assert torch.equal(old["old_policy"].old_logprobs[0], natural)  # recording is only looking
+    assert (old["rollout"].old_logprobs[0] - natural).abs().max() > 1e-2  # a foreign engine's experts
+    assert not old["none"].old_logprobs[0].requires_grad
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arm", ["grpo_routing_replay", "grpo_r3"])
+def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_drifts(arm, checkpointing):
+    model = tiny()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    make_deterministic(model)
+    loss, replayed = ARMS[arm]
+    data = rollouts(model, routing=replayed == "rollout")
+    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), 1, replayed)
+    before = routing_of(model, data.tokens_BS, data.attention_BS)
+    optimizer, schedule = Optim(lr=1e-2).build(model, 4)
+    drift = []
+    for batch in batches:
+        with record(model) as recorder:
+            take_update(model, optimizer, schedule, batch, loss, replayed, 1.0)
+        assert len(recorder.traces) == len(batch.routing) == 2
+        for used, wanted in zip(recorder.traces, batch.routing, strict=True):
+            assert wanted.valid_BS.any()
+            assert not sets_differ(used, wanted)[wanted.valid_BS].any()
+        drift.append(compare(before, routing_of(model, data.tokens_BS, data.attention_BS)).slot_change)
+    assert all(change > 0 for change in drift), drift
+
+
+def test_without_replay_training_forwards_do_not_use_the_old_experts():
+    model, data = tiny(), rollouts()
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "old_policy")
+    optimizer, schedule = Optim(lr=1e-2).build(model, 2)
+    take_update(model, optimizer, schedule, batches[0], Grpo(), "none", 1.0)
+    with record(model) as recorder:
+        take_update(model, optimizer, schedule, batches[1], Grpo(), "none", 1.0)
+    wanted = batches[1].routing[0]
+    assert sets_differ(recorder.trace, wanted)[wanted.valid_BS].any()
+
+
+def test_replay_keeps_ratios_nearer_to_1_where_flips_dominate():
+    spread = {}
+    for arm in ("grpo", "grpo_routing_replay"):
+        model = tiny(experts=32, top_k=2, layers=4, expert_size=32)
+        spread[arm] = train(model, arm, lr=1e-4, data=rollouts(batch=16))[1]["log_w_sd"]
+    assert spread["grpo_routing_replay"] < spread["grpo"]
+
+
+def test_replaying_rollouts_without_routing_is_refused():
+    model = tiny()
+    with pytest.raises(ValueError, match="replay=rollout needs rollouts with routing"):
+        old_pass(model, rollouts(), advantages(), [torch.arange(8)], 0, "rollout")
+
+
+def test_b14_replay_without_an_old_pass_that_recorded_is_refused():
+    model, data = tiny(), rollouts()
+    batch = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none")[0]
+    optimizer, schedule = Optim().build(model, 1)
+    with pytest.raises(RoutingError, match="before switch_to"):
+        take_update(model, optimizer, schedule, batch, Grpo(), "old_policy", 1.0)
+    with pytest.raises(RoutingError, match="no MoE layers"):
+        old_pass(tiny("dense"), data, advantages(), [torch.arange(8)], 0, "old_policy")
+
+
+@pytest.mark.parametrize("arm", ["grpo", "gspo"])
+def test_a_dense_model_trains_too(arm):
+    model = tiny("dense")
+    before = weights(model)
+    first, second = train(model, arm)
+    assert first["log_w_sd"] == 0.0
+    assert second["log_w_sd"] > 0
+    assert distance(before, weights(model)) > 0
+
+
+def test_training_leaves_no_hooks_and_no_randomness_behind():
+    model = tiny()
+    state = torch.get_rng_state()
+    train(model, "grpo_routing_replay")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# ----------------------------------------------------------------------------------------------------------- not finite
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spoilt(PolicyLoss):
+    """A loss whose value or gradient is `what`."""
+
+    what: float
+    gradient_only: bool = False
+
+    def __call__(self, batch):
+        factor = self.what if not self.gradient_only else 1.0
+        loss = batch.logprobs_BT.sum() * factor
+        if self.gradient_only:
+            batch.logprobs_BT.register_hook(lambda grad: grad * self.what)
+        return LossOutput(loss, torch.zeros_like(batch.mask_BT))
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+def test_a_loss_or_gradient_that_is_not_finite_leaves_weights_optimizer_and_schedule_as_they_were(what, gradient_only):
+    model, data = tiny(), rollouts()
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")
+    optimizer, schedule = Optim(schedule="linear").build(model, 10)
+    take_update(model, optimizer, schedule, batches[0], Grpo(), "none", 1.0)
+    before, state, lr = weights(model), copy.deepcopy(optimizer.state_dict()), schedule.get_last_lr()
+    row = take_update(model, optimizer, schedule, batches[1], Spoilt(what=what, gradient_only=gradient_only), "none", 1)
+    assert not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
+    assert distance(before, weights(model)) == 0.0
+    assert schedule.get_last_lr() == lr
+    for number, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][number][name]) for name, value in entry.items())
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+def test_clip_columns_by_hand():
+    one = torch.tensor([[True, True, False], [False, False, False]])
+    other = torch.tensor([[False, True]])
+    assert clip_columns([one, other], 4, 8) == {"clip_frac": 3 / 8, "clip_frac_sequences": 2 / 4}
+
+
+def test_ratio_columns_by_hand():
+    one = torch.tensor([[0.1, -0.1, 77.0], [0.2, 77.0, 77.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    other = torch.tensor([[0.4, 0.0], [77.0, 77.0]]), torch.tensor([[1, 1], [0, 0]]).bool()
+    one[0][~one[1]] = 0.0  # as response_logprobs leaves padding
+    other[0][~other[1]] = 0.0
+    columns = ratio_columns([one, other])
+    log_w, log_s = [0.1, -0.1, 0.2, 0.4, 0.0], [0.0, 0.2, 0.2]
+    assert columns["log_w_sd"] == pytest.approx((sum((x - 0.12) ** 2 for x in log_w) / 5) ** 0.5)
+    assert columns["log_s_sd"] == pytest.approx((sum((x - 0.4 / 3) ** 2 for x in log_s) / 3) ** 0.5)
+    assert columns["k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in log_w) / 5, abs=1e-6)
+    # sorted -.1 0 .1 .2 .4; the quantile q lies at place 4 q, between neighbours in proportion
+    assert columns["log_w_q"] == pytest.approx([-0.096, -0.08, 0.0, 0.1, 0.2, 0.36, 0.392])
+    assert columns["log_s_q"] == pytest.approx([0.004, 0.02, 0.1, 0.2, 0.2, 0.2, 0.2])
+
+
+def test_columns_of_an_update_are_those_that_the_store_knows():
+    from moe_rl.store import LEGEND
+
+    (row,) = train(tiny(), "gspo", 1)
+    assert row.keys() | {"step", "update"} == LEGEND["updates"].keys()
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizer
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"lr": value} for value in (0.0, -1.0, math.nan, math.inf)),
+        *({name: value} for name in ("weight_decay", "eps", "max_grad_norm") for value in (-0.1, math.nan)),
+        *({name: value} for name in ("beta1", "beta2") for value in (1.0, -0.1, math.nan)),
+        {"warmup_updates": -1},
+        {"schedule": "off"},
+    ],
+    ids=str,
+)
+def test_optimizer_settings_that_cannot_work_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=rf"optim\.{next(iter(wrong))} is"):
+        Optim(**wrong)
+
+
+def rates(optim, updates):
+    optimizer, schedule = optim.build(torch.nn.Linear(1, 1), updates)
+    seen = []
+    for _ in range(updates + 1):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def test_schedules_by_hand():
+    assert rates(Optim(lr=0.1), 4) == pytest.approx([0.1] * 5)
+    assert rates(Optim(lr=0.1, schedule="linear"), 4) == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+    cosine = [0.05 * (1 + math.cos(math.pi * x / 4)) for x in range(5)]
+    assert rates(Optim(lr=0.1, schedule="cosine"), 4) == pytest.approx(cosine)
+    for schedule in ("constant", "linear", "cosine"):
+        got = rates(Optim(lr=0.1, schedule=schedule, warmup_updates=2), 6)
+        assert max(got) == pytest.approx(0.1)
+        assert got[2] == pytest.approx(0.1)
+        assert got[0] < got[1] < got[2]
+        assert got[6] == pytest.approx(0.1 if schedule == "constant" else 0.0)
+
+
+def test_gradients_are_scaled_down_to_the_norm_and_0_leaves_them():
+    steps = {}
+    for limit in (0.0, 1e-3, 1e6):
+        model, data = tiny(), rollouts()
+        batch = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none")[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        row = take_update(model, optimizer, schedule, batch, Grpo(), "none", limit)
+        total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        steps[limit] = row["grad_norm"], total
+    assert steps[0.0] == steps[1e6]
+    assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-5)
+    assert steps[1e-3][0] == pytest.approx(steps[0.0][0])
+    assert steps[1e-3][1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_make_deterministic_puts_all_but_checkpointed_layers_in_eval_mode():
+    model = tiny().train()
+    make_deterministic(model)
+    assert not any(module.training for module in model.modules())
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    make_deterministic(model)
+    training = {type(module).__name__ for module in model.modules() if module.training}
+    assert training == {"Qwen3MoeDecoderLayer", "Qwen3MoeModel"}
