@@ -68,7 +68,7 @@ def draw_bar(axes: Axes, place: float, width: float, look: Look, group: Group, f
         axes.scatter(
             place + offsets,
             np.maximum(values, floor),
-            s=26,
+            s=26 if width > 0.3 else 10,
             marker=marker,
             color="white",
             edgecolor="black",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from moe_rl import stats, summary
 from moe_rl.figures.base import averaged, finished, look
@@ -73,6 +74,7 @@ def draw_arm(axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, 
             if seed in diverged:
                 mark = {"marker": "X", "markersize": 11, "markeredgecolor": "black"}
             axes.plot(values.index[-1], values.iloc[-1], color=style.color, zorder=5, **mark)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     mean = mean_curve(by_seed, averaged(study, arm, knobs))
     if len(mean):
         every = max(1, len(mean) // 7)
@@ -91,7 +93,7 @@ def draw_arm(axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, 
         axes.fill_between(mean.index, mean["low"], mean["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
 
 
-def fit_to_lines(panels: Iterable[Axes], least: float | None = None) -> None:
+def fit_to_lines(panels: Iterable[Axes]) -> None:
     """One y range for `panels`, from their lines: an interval over two or three seeds can be wider than all else."""
     together = list(panels)
     lines = [
@@ -104,6 +106,5 @@ def fit_to_lines(panels: Iterable[Axes], least: float | None = None) -> None:
     values = values[np.isfinite(values)]
     if len(values):
         margin = 0.2 * (values.max() - values.min()) or 0.1 * abs(values.max()) or 0.1
-        low = values.min() - margin
         for axes in together:
-            axes.set_ylim(low if least is None else max(low, least), values.max() + margin)
+            axes.set_ylim(values.min() - margin, values.max() + margin)

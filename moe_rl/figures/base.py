@@ -66,15 +66,22 @@ KNOWN = {
     "grpo_routing_replay": Look("#D39A16", (0, (5, 1.6)), "s"),
     "gspo": Look("#004488", (0, (6, 1.5, 1.2, 1.5)), "^"),
 }
-SPARE_COLORS = ("#117733", "#882255", "#44AA99", "#332288", "#999933", "#AA4499", "#555555")
+FIELD = {  # losses of the literature that users are likely to add as arms
+    "gspo_token": Look("#44AA99", (0, (1.2, 1.2)), "v"),
+    "dapo": Look("#882255", (0, (3, 1.2)), "D"),
+    "cispo": Look("#117733", (0, (7, 2)), "P"),
+    "sapo": Look("#AA4499", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "*"),
+    "gmpo": Look("#555555", (0, (2, 1, 1, 1)), "8"),
+}
+SPARE_COLORS = ("#332288", "#999933", "#661100", "#6699CC", "#CC6677", "#222222")
 SPARE_LINES = ((0, (1.2, 1.2)), (0, (3, 1.2)), (0, (7, 2)), (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)))
-SPARE_MARKERS = ("D", "v", "P", "X", "<", ">", "p", "h")
+SPARE_MARKERS = ("<", ">", "p", "h", "d")  # X marks a divergence
 
 
 def look(arm: str) -> Look:
     """An arm's look. It depends on the name alone, so an arm looks the same in every figure of every study."""
-    if arm in KNOWN:
-        return KNOWN[arm]
+    if arm in KNOWN or arm in FIELD:
+        return KNOWN.get(arm) or FIELD[arm]
     digest = hashlib.sha256(arm.encode()).digest()
     return Look(
         SPARE_COLORS[digest[0] % len(SPARE_COLORS)],

@@ -62,7 +62,8 @@ def _map(study: Study, drift: pd.DataFrame, arm: str, knobs: str) -> tuple[pd.Da
 def _panel(axes: Axes, shares: pd.DataFrame, end: float, top: float) -> QuadMesh | None:
     axes.grid(False)
     if shares.empty:
-        axes.text(0.5, 0.5, "no finished run", transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, "no run with a result", transform=axes.transAxes, ha="center")
+        axes.set_yticks([])
         return None
     steps = shares.index.to_numpy(dtype=float)
     middles = (steps[1:] + steps[:-1]) / 2

@@ -35,7 +35,9 @@ def draw(study: Study) -> Figure | None:
             rows = base.rows_of(study, drift, arm, setting)
             _panel(axes[row, column], study, arm, setting, rows, indices)
             axes[row, column].set_ylabel("slot change (share of expert slots)" if column == 0 else "")
-    _curves.fit_to_lines(axes.flat, least=0)
+    _curves.fit_to_lines(axes.flat)
+    for panel in axes.flat:
+        panel.set_ylim(bottom=0)
     for column, arm in enumerate(arms):
         for row, setting in enumerate(knobs):
             _baseline(axes[row, column], study, arm, setting)
@@ -77,7 +79,7 @@ def _lines(
     for part, width in ((whole, 2.2), (rest, 1.3)):
         axes.plot(part.index, part["mean"], color=color, linestyle=style, linewidth=width)
         axes.fill_between(part.index, part["low"], part["high"], color=color, alpha=0.14, linewidth=0)
-    return float(whole.index.max()) if len(rest) and len(whole) else 0.0
+    return float(whole.index.max()) if len(whole) and summary.runs_in(study, arm, knobs, ["diverged"]) else 0.0
 
 
 def _baseline(axes: Axes, study: Study, arm: str, knobs: str) -> None:
