@@ -313,3 +313,15 @@ def test_a_line_never_resumes_after_a_value_that_is_not_finite():
     gaps = pd.DataFrame({"seed": 0, "x": [1, 2, 3, 4], "y": [1.0, float("nan"), 3.0, 4.0]})
     assert _curves.curves(gaps, "x", "y")[0].to_list() == [1.0]
     assert _curves.curves(gaps, "x", "y", sparse=True)[0].to_list() == [1.0, 3.0, 4.0]
+
+
+def test_a_row_for_the_start_draws_at_0_and_cuts_no_other_line(studies, tmp_path):
+    with store.open_run(store.run_folder(tmp_path, "s", "gspo", {}, 0), {}) as writer:
+        writer.describe(num_layers=0, top_k=0, num_experts=0, updates_per_step=2)
+        writer.append("steps", {"step": 0, "eval_reward": 0.3})
+        for step in (1, 2):
+            writer.append("steps", {"step": step, "reward": 0.5, "eval_reward": 0.4, "entropy": 0.9})
+        writer.status("finished", step=2)
+    study = store.read_study(tmp_path / "s")
+    assert list(figures.draw("reward", study).axes[1].lines[0].get_xdata()) == [0, 2, 4]
+    assert list(figures.draw("training_health", study).axes[0].lines[0].get_xdata()) == [2, 4]

@@ -34,6 +34,7 @@ def draw(study: Study) -> Figure | None:
             panel, drawn = next(panels), []
             for arm in summary.arms_of(study):
                 rows = base.rows_of(study, tables[name], arm, setting)
+                rows = rows[rows["step"] > 0].copy()  # the start has an evaluation and nothing else
                 rows["updates"] = rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step")
                 by_seed = _curves.curves(rows, "updates", name)
                 _curves.draw_arm(panel, study, arm, setting, by_seed)
