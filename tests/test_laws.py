@@ -1,0 +1,295 @@
+"""Laws of whole runs: the loop from prompts to weights, with arms, seeds and settings exchanged."""
+
+import copy
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+from moe_rl import loop
+from moe_rl.cold_start import ColdStart
+from moe_rl.config import ConfigError, Experiment, Launch
+from moe_rl.drift import DriftSettings
+from moe_rl.engines.hf import Hf
+from moe_rl.models.build import Tiny
+from moe_rl.models.families import find_routers
+from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.policy_losses.grpo import Grpo
+from moe_rl.policy_losses.gspo import Gspo
+from moe_rl.policy_losses.gspo_token import GspoToken
+from moe_rl.records import LossOutput
+from moe_rl.routers.balanced import Balanced
+from moe_rl.routers.binned import Binned
+from moe_rl.routers.learned_prior import LearnedPrior
+from moe_rl.routers.native import Native
+from moe_rl.store import open_run, read_json, read_table
+from moe_rl.tasks.base import Task
+from moe_rl.update import Optim
+
+SECONDS = ("rollout_s", "old_pass_s", "update_s", "drift_s", "cpu_s", "wall_s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vowels(Task):
+    """Rewards any text, so that random weights have something to learn from: the share of characters in a set."""
+
+    wanted: str = "aeiou+-*=0123456789"
+
+    @property
+    def alphabet(self):
+        return "ab"
+
+    def draw(self, rng: random.Random):
+        return "".join(rng.choices("abcdefgh", k=rng.randint(2, 5))) + "=", "ab"
+
+    def reward(self, example, completion):
+        return sum(c in self.wanted for c in completion) / 6
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run left: its state, its weights at the start and the end, and its tables."""
+
+    state: str
+    start: dict
+    end: dict
+    tables: dict
+    run: dict
+    status: dict
+
+    def without_seconds(self):
+        """The tables as text, in which nan equals nan."""
+        return repr([[{k: v for k, v in row.items() if k not in SECONDS} for row in t] for t in self.tables.values()])
+
+
+ARMS = {
+    "grpo": {"policy_loss": Grpo(), "replay": "none"},
+    "grpo_routing_replay": {"policy_loss": Grpo(), "replay": "old_policy"},
+    "grpo_r3": {"policy_loss": Grpo(), "replay": "rollout"},
+    "gspo": {"policy_loss": Gspo(), "replay": "none"},
+    "gspo_token": {"policy_loss": GspoToken(), "replay": "none"},
+}
+SMALL = Tiny(layers=2, hidden_size=32, heads=2, experts=8, top_k=2, expert_size=16, initializer_range=0.1)
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(arm, setting=...) -> Result of a small run."""
+    build_policy, built = loop.build_policy, []
+
+    def remember(*args):
+        model, tokenizer = build_policy(*args)
+        built.append((model, copy.deepcopy(model.state_dict())))
+        return model, tokenizer
+
+    monkeypatch.setattr(loop, "build_policy", remember)
+    counter = iter(range(100))
+
+    def run(arm="grpo", **changes):
+        settings = {
+            "study_name": "laws", "seed": 0, "steps": 3, "prompts": 4, "completions": 4, "updates": 2, "micro_batch": 0,
+            "activation_checkpointing": False, "eval_prompts": 0, "eval_every": 0, "model": SMALL, "router": Native(),
+            "task": Vowels(), "engine": Hf(max_new_tokens=6), "optim": Optim(lr=3e-3),
+            "drift": DriftSettings(rollouts=4, probe=4), "cold_start": ColdStart(steps=0), "launch": Launch(),
+        }  # fmt: skip
+        experiment = Experiment(**settings | ARMS[arm] | changes)
+        folder = tmp_path / str(next(counter))
+        with open_run(folder, {}) as writer:
+            state = loop.run(experiment, writer, str(tmp_path / "cache"))
+        model, start = built.pop()
+        tables = {name: read_table(folder, name) for name in ("steps", "updates", "drift")}
+        facts, status = read_json(folder / "run.json"), read_json(folder / "status.json")
+        return Result(state, start, model.state_dict(), tables, facts, status)
+
+    return run
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def distance(one, other):
+    """Largest relative distance of two sets of weights."""
+    return max(float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-9)) for name in one)
+
+
+# ----------------------------------------------------------------------------------------------------------------- arms
+@pytest.mark.parametrize("arm", ARMS)
+def test_law_1_every_first_update_of_a_step_has_ratios_of_exactly_1_and_e9_the_others_have_not(train, arm):
+    result = train(arm, updates=4, steps=2)
+    assert result.state == "finished"
+    updates = result.tables["updates"]
+    assert [(row["step"], row["update"]) for row in updates] == [(s, u) for s in (1, 2) for u in (1, 2, 3, 4)]
+    for row in updates:
+        if row["update"] == 1:
+            assert row["log_w_q"] == row["log_s_q"] == [0.0] * 7
+            assert (row["log_w_sd"], row["log_s_sd"], row["k3"], row["clip_frac"]) == (0, 0, 0, 0)
+        else:
+            assert row["log_w_sd"] > 1e-4
+        assert row["grad_norm"] > 0.01
+    assert distance(result.start, result.end) > 1e-3
+
+
+def test_law_3_with_one_update_a_batch_the_arms_are_the_same_run(train):
+    results = {arm: train(arm, updates=1) for arm in ARMS}
+    grpo = results["grpo"]
+    assert distance(grpo.start, grpo.end) > 1e-3
+    assert same(grpo.end, results["grpo_routing_replay"].end)
+    assert grpo.without_seconds() == results["grpo_routing_replay"].without_seconds()
+    for arm in ("grpo_r3", "gspo", "gspo_token"):
+        assert distance(grpo.end, results[arm].end) < 1e-5, arm
+        rewards = [[row.get("reward") for row in r.tables["steps"]] for r in (grpo, results[arm])]
+        assert rewards[0] == rewards[1]
+
+
+def test_with_more_updates_the_arms_are_different_runs(train):
+    results = [train(arm, updates=4).end for arm in ("grpo", "grpo_routing_replay", "gspo")]
+    assert distance(results[0], results[1]) > 1e-4
+    assert distance(results[0], results[2]) > 1e-4
+
+
+def test_with_one_engine_in_full_precision_both_replays_are_the_same_run(train):
+    one, other = (train(arm, updates=4) for arm in ("grpo_routing_replay", "grpo_r3"))
+    assert distance(one.end, other.end) < 1e-5
+    natural = train("grpo", updates=4)
+    assert distance(one.end, natural.end) > 1e-4
+
+
+def test_arms_of_one_seed_start_from_the_same_policy_and_see_the_same_first_rollouts(train):
+    results = [train(arm, steps=1) for arm in ARMS]
+    for other in results[1:]:
+        assert same(results[0].start, other.start)
+        for column in ("reward", "entropy", "tokens", "response_length"):
+            assert results[0].tables["steps"][1][column] == pytest.approx(other.tables["steps"][1][column], rel=1e-6)
+
+
+def test_law_4_groups_of_equal_rewards_change_nothing_and_are_counted(train):
+    for arm in ("grpo", "grpo_routing_replay", "gspo"):
+        result = train(arm, steps=1, task=Vowels(wanted=""))
+        assert result.state == "finished"
+        assert same(result.start, result.end)
+        assert result.tables["steps"][1]["equal_groups"] == 1.0
+        assert [(row["loss"], row["grad_norm"]) for row in result.tables["updates"]] == [(0.0, 0.0)] * 2
+        assert all(not any(row["slot_change"]) for row in result.tables["drift"])
+
+
+def test_drift_is_measured_of_the_policy_itself_also_where_training_is_replayed(train):
+    for arm in ("grpo", "grpo_routing_replay", "grpo_r3"):
+        rows = train(arm, updates=4, steps=2, optim=Optim(lr=1e-2)).tables["drift"]
+        assert len(rows) == 2 * 4 * 5
+        for row in rows:
+            assert row["n"] > 0
+            assert row["any_layer_change"] > 0, (arm, row)
+    meant = {(r["tokens"], r["reference"]) for r in rows}
+    assert meant == {("rollout", "old"), ("rollout", "previous"), *(("probe", x) for x in ("old", "previous", "start"))}
+
+
+# ------------------------------------------------------------------------------------------------------ the same result
+@pytest.mark.parametrize("arm", ["grpo_routing_replay", "gspo"])
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(train, arm):
+    torch.manual_seed(1)
+    one = train(arm, eval_prompts=3, eval_every=2)
+    torch.manual_seed(2)
+    torch.rand(5)  # nothing hangs on the global generator
+    other = train(arm, eval_prompts=3, eval_every=2)
+    assert same(one.end, other.end)
+    assert one.without_seconds() == other.without_seconds()
+    assert not same(one.end, train(arm, seed=1).end)
+
+
+def test_measuring_does_not_change_what_is_measured(train):
+    plain = train("grpo_routing_replay", drift=DriftSettings(every=0))
+    assert plain.tables["drift"] == []
+    for changes in ({}, {"eval_prompts": 3, "eval_every": 1}, {"drift": DriftSettings(every=2, probe=0)}):
+        assert same(plain.end, train("grpo_routing_replay", **changes).end)
+
+
+@pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "gspo"])
+def test_activation_checkpointing_changes_nothing_and_micro_batches_only_rounding(train, arm):
+    plain = train(arm)
+    assert same(plain.end, train(arm, activation_checkpointing=True).end)
+    cut = train(arm, micro_batch=3)
+    for one, other in zip(plain.tables["updates"], cut.tables["updates"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert distance(plain.end, cut.end) < 1e-4
+
+
+def test_a_variant_that_chooses_as_the_model_does_trains_the_same_run(train):
+    plain = train("grpo_routing_replay")
+    idle = train("grpo_routing_replay", router=Balanced(speed=0.0))
+    assert same(plain.end, {name: value for name, value in idle.end.items() if "balance" not in name})
+
+
+@pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "grpo_r3"])
+@pytest.mark.parametrize("router", [Balanced(speed=0.01), LearnedPrior(), Binned(width=0.02)], ids=repr)
+def test_router_variants_train_under_every_replay(train, arm, router):
+    result = train(arm, router=router, steps=2)
+    assert result.state == "finished"
+    for row in result.tables["updates"]:
+        assert (row["log_w_sd"] == 0) == (row["update"] == 1)
+    for name, value in result.end.items():
+        if name.endswith(("balance_bias", "prior")):
+            assert not torch.equal(value, result.start[name]), name
+
+
+def test_a_warm_up_is_not_shared_between_router_variants(train):
+    warm = {"cold_start": ColdStart(steps=2, batch_size=4), "steps": 1}
+    native, binned = train(**warm), train(router=Binned(width=0.2), **warm)
+    assert (native.run["cold_start"]["cache"], binned.run["cold_start"]["cache"]) == ("trained", "trained")
+    assert not same(native.start, binned.start)
+    again = train(router=Binned(width=0.2), **warm)
+    assert again.run["cold_start"]["cache"] == "hit"
+    assert same(binned.start, again.start)
+    assert train(router=Binned(width=0.1), **warm).run["cold_start"]["cache"] == "trained"
+
+
+# ---------------------------------------------------------------------------------------------------- what may go wrong
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NanOnceMoved(PolicyLoss):
+    """A loss that is nan where the policy has moved."""
+
+    def __call__(self, batch):
+        moved = (batch.logprobs_BT - batch.old_logprobs_BT).abs().sum() > 0
+        loss = -(batch.logprobs_BT.sum(1) * batch.advantages_B).mean()
+        return LossOutput(loss * float("nan") if moved else loss, torch.zeros_like(batch.mask_BT))
+
+
+def test_a_run_whose_loss_is_not_finite_diverges_with_its_last_good_weights(train):
+    result = train(policy_loss=NanOnceMoved())
+    assert result.state == result.status["state"] == "diverged"
+    assert "loss nan" in result.status["reason"]
+    assert "step 1, update 2" in result.status["reason"]
+    assert [row["update"] for row in result.tables["updates"]] == [1, 2]
+    assert math.isnan(result.tables["updates"][1]["loss"])
+    assert all(value.isfinite().all() for value in result.end.values())
+    assert distance(result.start, result.end) > 1e-4
+
+
+def test_a_dense_model_trains_without_drift_and_refuses_replay_and_routers(train):
+    dense = dataclasses.replace(SMALL, family="dense")
+    result = train("gspo", model=dense)
+    assert result.state == "finished"
+    assert result.tables["drift"] == []
+    assert distance(result.start, result.end) > 1e-3
+    for changes in ({"replay": "old_policy"}, {"router": Binned()}):
+        with pytest.raises(ConfigError, match="has no MoE layers"):
+            train("gspo", model=dense, **changes)
+
+
+def test_answers_that_cannot_be_given_are_refused_before_training(train):
+    with pytest.raises(ConfigError, match=r"set engine\.max_new_tokens=3"):
+        train(engine=Hf(max_new_tokens=2))
+    with pytest.raises(ConfigError, match="exceed the model's 8 positions"):
+        train(model=dataclasses.replace(SMALL, max_positions=8))
+
+
+def test_tables_name_as_many_layers_and_experts_as_the_model_has(train):
+    result = train(steps=1)
+    row = result.tables["drift"][0]
+    assert (len(row["slot_change"]), len(row["deviation"])) == (2, 3)
+    assert (result.run["num_layers"], result.run["num_experts"], result.run["top_k"]) == (2, 8, 2)
+    assert len(find_routers(SMALL.build(0)[0])) == 2
