@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from moe_rl import config as settings
 from moe_rl.cold_start import ColdStartError
@@ -18,7 +20,7 @@ from moe_rl.records import RoutingError
 from moe_rl.store import StoreError, open_run, run_folder
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# What a user can put right; anything else is a fault of the program and keeps its traceback.
+# What a user can put right. Anything else is a fault of the program and keeps its traceback.
 USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, RoutingError)
 
 sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher
@@ -63,9 +65,25 @@ def _main(config: DictConfig) -> None:
     try:
         run_one(config)
     except USER_ERRORS as error:
-        raise SystemExit(f"error: {error}") from None
+        fail(str(error))  # here already: Hydra would print a line of its own before ours
 
 
 def train() -> None:
-    """The command-line entry point."""
-    sys.exit(_main())
+    """The command-line entry point. What a user can put right is said in one line, with exit code 2."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us whole instead of being printed by Hydra
+    try:
+        _main()
+    except USER_ERRORS as error:
+        fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(f"{error.__cause__ or error}")
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error as one line and exit with code 2."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    relevant = [
+        line for line in lines if not line.startswith(("provider=", "full_key:", "object_type=", "Config search"))
+    ]
+    print(f"error: {' '.join(relevant)}", file=sys.stderr)
+    raise SystemExit(2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ from moe_rl.update import REPLAYS, Optim
 
 class ConfigError(ValueError):
     """Settings that cannot be run; the message says what to change."""
+
+
+@contextlib.contextmanager
+def settings_of(group: str) -> Iterator[None]:
+    """Turn a ValueError from a group's own object into a ConfigError that names the group."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{group}: {error}") from error
 
 
 @dataclasses.dataclass

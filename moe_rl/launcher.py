@@ -15,7 +15,7 @@ from omegaconf import DictConfig, open_dict
 
 from moe_rl.config import ConfigError, build, identity, knobs
 from moe_rl.progress import Board
-from moe_rl.store import DONE, StoreError, check_config, read_json, run_folder, state_of
+from moe_rl.store import DONE, check_config, read_json, run_folder, state_of
 
 POLL_SECONDS = 0.5
 
@@ -36,11 +36,8 @@ def launch(context: HydraContext, config: DictConfig, job_overrides: Sequence[Se
     All configs are checked before the first run starts. Finished runs are skipped, others started (again). A run that
     dies, of whatever, is reported with its reason; the others go on; the exit code is then 1.
     """
-    try:
-        runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
-        _refuse_twins(runs)
-    except (ConfigError, StoreError) as error:
-        raise SystemExit(f"error: {error}") from None
+    runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
+    _refuse_twins(runs)
     waiting = [run for run in runs if state_of(run.folder) not in DONE]
     with Board([run.folder for run in runs], config.launch.progress) as board:
         _run_all(waiting, config.launch, board)

@@ -94,7 +94,8 @@ def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreT
     if not sites and (e.replay != "none" or changes_routing(e.router)):
         raise ConfigError(f"{type(model).__name__} has no MoE layers; set arm.replay=none and router=native")
     install(model, e.router)
-    check_lengths(e, model, tokenizer)
+    with settings_of("task"):
+        check_lengths(e, model, tokenizer)
     warmth = warm_up(model, tokenizer, e.task, e.cold_start, e.seed, cache_dir, forward_facts(e))
     model.to(e.launch.device)
     if e.activation_checkpointing:

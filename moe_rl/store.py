@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -27,12 +28,14 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 import pandas as pd
 import yaml
 
 FORMAT = 1
 DONE = ("finished", "diverged")
+LONGEST_NAME = 200  # file systems stop at 255 bytes
 TABLES = ("steps", "updates", "drift")
 
 LEGEND: dict[str, dict[str, str]] = {
@@ -164,16 +167,17 @@ def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
 
 
 def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str, Any], seed: int) -> Path:
-    """Where a run lives. `knobs` are the settings that differ from the defaults, besides arm and seed."""
-    middle = ",".join(f"{key}={value}" for key, value in sorted(knobs.items())) or "default"
-    for part in (study, arm, middle):
+    """Where a run lives. `knobs` are the settings that a launch varied, besides arm and seed.
+
+    Values are percent-encoded where they hold slashes and the like; a name that gets too long for a file system ends in
+    a digest instead.
+    """
+    middle = ",".join(f"{key}={quote(str(value), safe='+-._ ')}" for key, value in sorted(knobs.items())) or "default"
+    if len(middle) > LONGEST_NAME:
+        middle = f"{middle[: LONGEST_NAME - 17]}~{hashlib.blake2b(middle.encode(), digest_size=8).hexdigest()}"
+    for part in (study, arm):
         if "/" in part or part in ("", ".", ".."):
             raise StoreError(f"{part!r} cannot name a results folder; choose a name without slashes")
-    if len(middle) > 200:
-        raise StoreError(
-            f"the changed settings make a folder name of {len(middle)} characters (200 allowed); "
-            "put them into a file under conf/study/ or conf/model/"
-        )
     return Path(results_dir) / study / arm / middle / f"seed_{seed}"
 
 

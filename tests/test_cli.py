@@ -1,0 +1,240 @@
+"""The command line as a user types it: what is refused, in one line, and what a sweep leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_rl import cli, store
+
+TRAIN = str(Path(__file__).parent.parent / "experiments" / "train.py")
+FIGURES = str(Path(__file__).parent.parent / "experiments" / "make_figures.py")
+SMALL = [
+    "steps=2", "prompts=4", "completions=2", "updates=2", "eval_prompts=4", "cold_start.steps=2", "drift.probe=2",
+    "drift.rollouts=2", "model.layers=2", "model.hidden_size=32", "model.experts=8", "model.expert_size=16",
+]  # fmt: skip
+
+
+def train_here(monkeypatch, capsys, *arguments):
+    """(exit code, stdout, stderr) of the entry point, in this process."""
+    monkeypatch.setattr(sys, "argv", [TRAIN, *arguments])
+    code = 0
+    try:
+        cli.train()
+    except SystemExit as stopped:
+        code = stopped.code or 0
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def train(*arguments, check=True):
+    done = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+REFUSED = {
+    "arm=nope": r"Could not find 'arm/nope'.*grpo_routing_replay",
+    "router=nope": "Could not find 'router/nope'.*binned",
+    "model=nope": "Could not find 'model/nope'.*tiny_mixtral",
+    "task=nope": "Could not find 'task/nope'.*sort_digits",
+    "optim.lrr=1": "'lrr' not in 'Optim'",
+    "optim.lr=abc": "'abc' of type 'str' could not be converted to Float",
+    "optim.lr=0": "optim.lr is 0.0; set it above 0",
+    "optim.lr=-1": "optim.lr is -1.0; set it above 0",
+    "stps=3": "stps",
+    "steps=0": "steps is 0; set it to 1 or more",
+    "model.top_k=64": "top_k is 64, more than the 32 experts",
+    "completions=1": "completions is 1.*2 or more",
+    "updates=3": "256 sequences do not divide into 3 updates",
+    "arm.replay=sometimes": "'sometimes'; choose one of none, old_policy, rollout",
+    "router=binned router.width=-1": "width is -1.0",
+    "model=tiny_dense arm=grpo_routing_replay": "needs MoE layers; a dense model runs with arm.replay=none",
+    "model=tiny_dense router=binned": "a dense model runs with router=native",
+    "task=jsonl": "set task.path=<file.jsonl>",
+    "task=jsonl task.path=/nowhere.jsonl": "/nowhere.jsonl",
+    "model=checkpoint model.path=/nowhere": "'/nowhere' is no folder",
+    "engine.max_new_tokens=4": "set engine.max_new_tokens=11 or more",
+    "engine.max_new_tokens=400": "exceed the model's 256 positions",
+    "study_name=a/b": "'a/b' cannot name a results folder",
+    "-m seed=0,1 optim.lr=1e-3,-1": "optim.lr=-1.*set it above 0",
+    "-m seed=0 optim.lr=1e-3,0.001": "are the same run",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_input_is_refused_in_one_line_before_anything_runs(arguments, tmp_path, monkeypatch, capsys):
+    import re
+
+    code, _, err = train_here(monkeypatch, capsys, *arguments.split(), f"launch.results_dir={tmp_path}")
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert re.search(REFUSED[arguments], err), err
+    assert not list(tmp_path.glob("**/steps.jsonl"))
+    assert not list(tmp_path.glob("**/weights.safetensors")), "refused only after the warm-up"
+
+
+def test_a_bad_line_of_a_data_file_is_named_by_number(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": "a", "prompt": "1+1=", "answer": "2"}\n{"id": "b", "prompt": "1+2="}\n')
+    code, _, err = train_here(
+        monkeypatch, capsys, "task=jsonl", f"task.path={data}", f"launch.results_dir={tmp_path}/r"
+    )
+    assert code == 2
+    assert "line 2" in err
+    assert "answer" in err
+
+
+def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
+    from moe_rl.models.build import Tiny
+
+    model, tokenizer = Tiny(family="dense", layers=1, hidden_size=32, heads=4).build(0)
+    model.save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    arguments = [
+        "model=checkpoint",
+        f"model.path={tmp_path}/dense",
+        "model.dtype=float32",
+        f"launch.results_dir={tmp_path}",
+    ]
+    code, _, err = train_here(monkeypatch, capsys, *arguments, "arm=grpo_routing_replay")
+    assert code == 2
+    assert "no MoE layers" in err
+    small = [a for a in SMALL if not a.startswith("model.")]
+    code, _, err = train_here(monkeypatch, capsys, *arguments, "arm=grpo", *small)
+    assert code == 0, err
+    assert not list(tmp_path.glob("playground/**/drift.jsonl"))
+
+
+def test_help_and_config_are_readable(monkeypatch, capsys):
+    code, out, _ = train_here(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert "grpo, grpo_routing_replay, gspo" in out
+    assert "router: balanced, binned" in out
+    code, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
+    assert "clip_high: 0.27" in out
+    assert "hydra" not in out
+
+
+# ------------------------------------------------------------------------------------------------------- a real sweep
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Two arms, two seeds, one learning rate that diverges: a study of four runs, run once."""
+    results = tmp_path_factory.mktemp("results")
+    arguments = [
+        "-m",
+        "study_name=s",
+        "arm=grpo_routing_replay,gspo",
+        "seed=0,1",
+        f"launch.results_dir={results}",
+        *SMALL,
+    ]
+    return results, arguments, train(*arguments)
+
+
+def test_a_sweep_leaves_every_run_finished_with_all_tables(sweep):
+    results, _, done = sweep
+    study = store.read_study(results / "s")
+    assert study.runs.state.tolist() == ["finished"] * 4
+    assert study.runs.label.tolist() == study.runs.arm.tolist() == ["grpo_routing_replay"] * 2 + ["gspo"] * 2
+    assert len(study.steps) == 4 * 3
+    assert len(study.updates) == 4 * 4
+    assert len(study.drift) == 4 * 4 * 5
+    assert "4 runs, 0 of them finished before" in done.stdout
+    assert set(p.name for p in results.iterdir()) == {"s", ".cache"}
+
+
+def test_seeds_are_paired_same_prompts_same_start(sweep):
+    study = store.read_study(sweep[0] / "s")
+    first = study.steps[study.steps.step == 1].set_index(["arm", "seed"]).reward
+    for seed in (0, 1):
+        assert first["grpo_routing_replay", seed] == first["gspo", seed]
+    starts = study.steps[study.steps.step == 0].set_index(["arm", "seed"]).eval_reward
+    assert starts["gspo", 0] == starts["grpo_routing_replay", 0]
+
+
+def test_a_second_launch_recomputes_nothing(sweep):
+    results, arguments, _ = sweep
+    before = {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")}
+    done = train(*arguments)
+    assert {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")} == before
+    assert "4 runs, 4 of them finished before" in done.stdout
+
+
+def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch, capsys):
+    results, arguments, _ = sweep
+    folder = next(results.glob("s/gspo/*/seed_0"))
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("clip_low: 0.", "clip_low: 0.1"))
+    try:
+        code, _, err = train_here(monkeypatch, capsys, *arguments)
+        assert code == 2
+        assert "another config: arm.policy_loss.clip_low" in err
+    finally:
+        (folder / "config.yaml").write_text(text)
+
+
+def test_a_run_alone_gives_the_same_numbers_as_in_the_sweep(sweep, tmp_path):
+    results, arguments, _ = sweep
+    alone = [a for a in arguments if not a.startswith(("-m", "arm=", "seed=", "launch."))]
+    train("arm=gspo", "seed=1", f"launch.results_dir={tmp_path}", *alone)
+    (one,), (two,) = tmp_path.glob("s/gspo/*/seed_1"), results.glob("s/gspo/*/seed_1")
+    for table in ("updates", "drift"):
+        assert (one / f"{table}.jsonl").read_text() == (two / f"{table}.jsonl").read_text()
+
+
+def test_figures_are_drawn_without_torch(sweep):
+    results, _, _ = sweep
+    code = (
+        "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, FIGURES, str(results / "s")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (results / "s" / "figures" / "reward.png").stat().st_size > 10_000
+
+
+def test_one_dying_run_does_not_take_the_others_along(tmp_path):
+    """The middle run is killed from outside; the other two finish, and it is reported."""
+    command = [
+        "-m",
+        "study_name=k",
+        "arm=grpo",
+        "seed=0,1,2",
+        f"launch.results_dir={tmp_path}",
+        *SMALL,
+        "launch.jobs=3",
+    ]
+    command = [c.replace("steps=2", "steps=30") if c == "steps=2" else c for c in command]
+    sweep = subprocess.Popen(
+        [sys.executable, TRAIN, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    pid = None
+    while pid is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        for path in tmp_path.glob("k/grpo/*/seed_1/status.json"):
+            status = json.loads(path.read_text())
+            pid = status["pid"] if status.get("step") else None
+    os.kill(pid, signal.SIGKILL)
+    _, err = sweep.communicate(timeout=180)
+    assert sweep.returncode == 1
+    assert "seed=1" in err
+    assert "killed by signal 9" in err
+    assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished", "cut_off", "finished"]
+    done = train(*command)
+    assert "3 runs, 2 of them finished before" in done.stdout
+    assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished"] * 3
+
+
+def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
+    train("-m", "study_name=d", "arm=grpo", "seed=0", "optim.lr=1e-3,1e30", f"launch.results_dir={tmp_path}", *SMALL)
+    runs = store.read_study(tmp_path / "d").runs.set_index("knobs").state
+    assert sorted(runs) == ["diverged", "finished"]
+    assert [state for knobs, state in runs.items() if "1e+30" in knobs] == ["diverged"]
