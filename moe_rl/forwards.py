@@ -1,4 +1,4 @@
-"""Follows the forwards of one model: where each stands in its sequences, and whether every router ran exactly once."""
+"""Follows the forwards of one model: where each stands in its sequences, and whether every router ran."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Call:
     width: int
     valid_BS: Tensor | None
     cache: Any
-    ids: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # of each router that ran
-    logits: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    ids: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # of each run of a router, in order
+    logits: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -48,7 +48,7 @@ def in_backward() -> bool:
 
 
 class ForwardWatch:
-    """Follows the forwards of one model: which call runs, and whether each router ran exactly once in it."""
+    """Follows the forwards of one model: which call runs, and which routers ran in it how often."""
 
     def __init__(self, model: nn.Module):
         self.model, self.sites = model, require_routers(model)
@@ -75,26 +75,37 @@ class ForwardWatch:
                 return
             call, self.call = self.call, None
             if output is not None:  # None: the forward raised
-                missing = [site.name for i, site in enumerate(self.sites) if i not in call.ids]
+                missing = [site.name for site in self.sites if site.name not in call.ids]
                 if missing:
                     raise RoutingError(
                         f"{len(missing)} of {len(self.sites)} routers fired 0 times in a forward ({missing[0]}, ...): "
                         "a fused kernel or a skipped layer bypasses them (use_kernels?), so their routing is unknown"
                     )
                 self.served += 1
+                if call.cache is None:  # a model that was given no cache may have made one
+                    call.cache = output.get("cache") if isinstance(output, dict) else None
                 self.end(call)
 
         self.undo.append(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         self.undo.append(self.model.register_forward_hook(after, always_call=True).remove)
 
     def ran(self, layer: int, ids: Tensor, logits: Tensor | None = None) -> None:
-        """Note that a router ran in the present call."""
+        """Note that a router ran in the present call; in a looped model each of its runs has an entry of its own."""
         assert self.call is not None
-        if layer in self.call.ids:
-            raise RoutingError(f"{self.sites[layer].name} fired twice in one forward; its routing is ambiguous")
-        self.call.ids[layer] = ids
+        site, turn = self.sites[layer], 0
+        while site.entry(turn) in self.call.ids:
+            turn += 1
+        self.call.ids[site.entry(turn)] = ids
         if logits is not None:
-            self.call.logits[layer] = logits
+            self.call.logits[site.entry(turn)] = logits
+
+    def check_rows(self, layer: int, rows: int, batch: int, width: int) -> None:
+        """Raise unless the router saw every token: of some, nobody could say which."""
+        if rows != batch * width:
+            raise RoutingError(
+                f"{self.sites[layer].name} of {type(self.model).__name__} routed {rows} tokens in a forward of "
+                f"{batch} x {width}, so they have no positions; pass text only (no images, no separate decoder input)"
+            )
 
     def outside(self, layer: int) -> RoutingError:
         return RoutingError(

@@ -38,7 +38,8 @@ class Recorder(ForwardWatch):
     def __init__(self, model: nn.Module, router_logits: bool, source: str, update: int):
         super().__init__(model)
         self.router_logits, self.source, self.update = router_logits, source, update
-        self.num_experts = max(site.num_experts for site in self.sites)
+        self.num_experts = self.sites[0].num_experts
+        self.layer_names: tuple[str, ...] = ()
         self.passes: list[_Pass] = []
         for site in self.sites:
             if router_logits and not site.ids_in_output:
@@ -54,6 +55,7 @@ class Recorder(ForwardWatch):
 
         def keep(ids: Tensor, logits: Tensor | None) -> None:
             if self.call is not None:
+                self.check_rows(layer, ids.numel() // site.top_k, self.call.batch, self.call.width)
                 self.ran(layer, ids.detach(), logits.detach() if logits is not None else None)
             elif not in_backward():  # a recomputation in backward is not a new decision
                 raise self.outside(layer)
@@ -97,9 +99,14 @@ class Recorder(ForwardWatch):
                     "record all forwards of a sequence in one block"
                 )
             return
-        self.passes.append(_Pass(None if call.cache is None else weakref.ref(call.cache), 0, []))
-        if call.cache is not None:
-            self._refuse_beams(call.cache)
+        self.passes.append(_Pass(None, 0, []))
+        self._follow(call.cache)
+
+    def _follow(self, cache: Any) -> None:
+        """Let later forwards with this cache continue the present pass."""
+        if cache is not None and self.passes[-1].cache is None:
+            self.passes[-1].cache = weakref.ref(cache)
+            self._refuse_beams(cache)
 
     def _refuse_beams(self, cache: Any) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
@@ -113,14 +120,22 @@ class Recorder(ForwardWatch):
 
     def end(self, call: Call) -> None:
         last = self.passes[-1]
+        self._follow(call.cache)
+        names = tuple(call.ids)
+        self.layer_names = self.layer_names or names
+        if names != self.layer_names:
+            raise RoutingError(
+                f"the routers of {type(self.model).__name__} ran in another order or number than in the first forward: "
+                f"{', '.join(names)}; record forwards of one kind"
+            )
         ids_LNK = self._stack(call.ids, self.sites[0].top_k).to(id_dtype(self.num_experts))
         logits_LNE = self._stack(call.logits, self.num_experts) if self.router_logits else None
         call.ids, call.logits = {}, {}
         last.calls.append((call, ids_LNK, logits_LNE))
         last.covered = call.past + call.width  # less than before if the cache was cropped: the columns behind are void
 
-    def _stack(self, of_layer: dict[int, Tensor], width: int) -> Tensor:
-        return torch.stack([of_layer[layer].reshape(-1, width) for layer in range(len(self.sites))])
+    def _stack(self, of_run: dict[str, Tensor], width: int) -> Tensor:
+        return torch.stack([tensor.reshape(-1, width) for tensor in of_run.values()])
 
     @property
     def traces(self) -> list[RoutingTrace]:
@@ -141,7 +156,7 @@ class Recorder(ForwardWatch):
 
     def _assemble(self, one: _Pass) -> RoutingTrace:
         ids_LNK = one.calls[0][1]
-        B, L, K = one.calls[0][0].batch, len(self.sites), ids_LNK.shape[2]
+        B, L, K = one.calls[0][0].batch, len(self.layer_names), ids_LNK.shape[2]
         ids = ids_LNK.new_zeros(B, one.covered, L, K)
         valid = torch.zeros(B, one.covered, dtype=torch.bool, device=ids.device)
         logits = None
@@ -155,8 +170,7 @@ class Recorder(ForwardWatch):
             if logits_LNE is not None:
                 logits = logits_LNE.new_zeros(B, one.covered, L, self.num_experts) if logits is None else logits
                 logits[:, columns] = logits_LNE.view(L, B, call.width, -1).permute(1, 2, 0, 3)[:, :keep]
-        names = tuple(site.name for site in self.sites)
-        return RoutingTrace(ids, valid, names, self.num_experts, self.source, self.update, logits)
+        return RoutingTrace(ids, valid, self.layer_names, self.num_experts, self.source, self.update, logits)
 
 
 @contextlib.contextmanager
@@ -164,7 +178,8 @@ def record(model: nn.Module, *, router_logits: bool = False, source: str = "", u
     """Record the expert ids that every router of `model` uses while the block runs.
 
     Works through forward, `generate` (sampling, left padding, chunked prefill) and activation checkpointing, and inside
-    `replay`, where it sees the ids that were executed. Columns that a pre-filled cache already held are invalid.
+    `replay`, where it sees the ids that were executed. Columns that a pre-filled cache already held are invalid. A
+    looped model has a layer entry for each run of a router in a forward, the second one named `<router>@2`.
     Costs K bytes a token and layer (two from 257 experts up), and 4 E more with `router_logits`.
 
     Raises RoutingError for dense models, families in `families.REFUSED`, beam search, and routers that did not fire.

@@ -8,6 +8,7 @@ Undone at the end of the block, after an exception too; touches nothing but the 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -37,12 +38,13 @@ class Replay(ForwardWatch):
     def switch_to(self, trace: RoutingTrace) -> None:
         """Replay `trace` from the next forward on; recomputations of earlier forwards keep their own trace."""
         names = tuple(site.name for site in self.sites)
-        if trace.layer_names != names:
+        # A trace lists layers as they ran, and those of a looped model several times.
+        if {name.partition("@")[0] for name in trace.layer_names} != set(names):
             raise RoutingError(
                 f"the trace has {trace.num_layers} layers ({', '.join(trace.layer_names[:2])}, ...), "
                 f"the model {len(names)} ({', '.join(names[:2])}, ...); they must be the same"
             )
-        if trace.top_k != self.sites[0].top_k or trace.num_experts != max(site.num_experts for site in self.sites):
+        if trace.top_k != self.sites[0].top_k or trace.num_experts != self.sites[0].num_experts:
             raise RoutingError(
                 f"the trace chooses {trace.top_k} of {trace.num_experts} experts, "
                 f"the model {self.sites[0].top_k} of {self.sites[0].num_experts}"
@@ -56,7 +58,14 @@ class Replay(ForwardWatch):
         self.plan = _Plan.of(self.trace, call)
 
     def end(self, call: Call) -> None:
+        assert self.plan is not None
+        missing = [name for name in self.plan.layer_names if name not in call.ids]
         self.plan = None
+        if missing:
+            raise RoutingError(
+                f"the trace has routing for {', '.join(missing)}, which did not run in this forward; "
+                "replay a trace of the same loops"
+            )
 
     def _force(self, layer: int) -> None:
         site = self.sites[layer]
@@ -70,13 +79,26 @@ class Replay(ForwardWatch):
                         "use model.activation_checkpointing_enable()"
                     )
                 raise self.outside(layer)
-            return Selection(site, plan.choice(layer), plan.valid_N)
+            return Selection(site, self._choice(layer, plan), plan.valid_N)
 
         def leave(selection: Selection | None, output: Any) -> None:
             if self.call is not None:
                 self.ran(layer, output)
 
         self.undo.extend(around(site, enter, leave))
+
+    def _choice(self, layer: int, plan: _Plan) -> Callable[[Tensor, Callable[[], Tensor]], Tensor]:
+        entry = self.sites[layer].entry(plan.runs[layer])
+        plan.runs[layer] += 1
+        if entry not in plan.layer_names:
+            raise RoutingError(f"{entry} ran, but the trace has no routing for it; replay a trace of the same loops")
+        ids_NK = plan.ids_LNK[plan.layer_names.index(entry)]
+
+        def choose(scores_NE: Tensor, live: Callable[[], Tensor]) -> Tensor:
+            self.check_rows(layer, len(scores_NE), plan.batch, plan.width)
+            return torch.where(plan.valid_N[:, None], ids_NK.to(scores_NE.device, torch.int64), live())
+
+        return choose
 
     def install(self) -> None:
         super().install()
@@ -117,10 +139,17 @@ class Replay(ForwardWatch):
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The forced ids of one forward: ids_LNK, and valid_N where they are known (None: everywhere)."""
+    """The forced ids of one forward: ids_LNK, and valid_N where they are known.
+
+    runs: how often each router has run so far, which says whose turn is next in a looped model.
+    """
 
     ids_LNK: Tensor
     valid_N: Tensor
+    layer_names: tuple[str, ...]
+    batch: int
+    width: int
+    runs: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     @classmethod
     def of(cls, trace: RoutingTrace, call: Call) -> _Plan:
@@ -133,15 +162,8 @@ class _Plan:
             )
         columns = slice(call.past, call.past + call.width)
         ids_LNK = trace.expert_ids_BSLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
-        return cls(ids_LNK, trace.valid_BS[:, columns].reshape(-1))
-
-    def choice(self, layer: int) -> Callable[[Tensor, Callable[[], Tensor]], Tensor]:
-        ids_NK = self.ids_LNK[layer]
-
-        def choose(scores: Tensor, live: Callable[[], Tensor]) -> Tensor:
-            return torch.where(self.valid_N[:, None], ids_NK.to(scores.device, torch.int64), live())
-
-        return choose
+        valid_N = trace.valid_BS[:, columns].reshape(-1)
+        return cls(ids_LNK, valid_N, trace.layer_names, call.batch, call.width)
 
 
 class _Checkpointed:
@@ -149,6 +171,7 @@ class _Checkpointed:
 
     def __init__(self, replay: Replay, plan: _Plan, function: Callable[..., Any]):
         self.replay, self.plan, self.function, self.runs = replay, plan, function, 0
+        self.runs_before = plan.runs.copy()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
@@ -159,7 +182,8 @@ class _Checkpointed:
                 "backward reached a checkpointed layer after the replay block had ended; call backward inside the block"
             )
         call, plan = self.replay.call, self.replay.plan
-        self.replay.call, self.replay.plan = None, self.plan
+        self.replay.call = None
+        self.replay.plan = dataclasses.replace(self.plan, runs=self.runs_before.copy())
         try:
             return self.function(*args, **kwargs)
         finally:

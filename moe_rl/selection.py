@@ -42,8 +42,12 @@ class Selection(TorchFunctionMode):
         if func in _TOP_K:
             scores = args[0] if args else kwargs["input"]
             k = args[1] if len(args) > 1 else kwargs["k"]
-            # Two dimensions tell the choice of experts from the scoring of expert groups, [N, groups, E/groups].
-            if k == self.site.top_k and scores.dim() == 2 and scores.shape[-1] == self.site.num_experts:
+            # The dimensions tell the choice of experts from the scoring of expert groups, [N, groups, E/groups].
+            if (
+                k == self.site.top_k
+                and scores.dim() == self.site.scores_dim
+                and scores.shape[-1] == self.site.num_experts
+            ):
                 return self._answer(func, scores, args, kwargs)
         elif (
             self.forced_N is not None
@@ -63,12 +67,13 @@ class Selection(TorchFunctionMode):
 
         def live() -> Tensor:
             if self.group_masked is not None and scores is self.group_masked[0]:
-                return func(
-                    self.group_masked[1], *args[1:], **{k: v for k, v in kwargs.items() if k != "input"}
-                ).indices
-            return func(*args, **kwargs).indices
+                ids = func(self.group_masked[1], *args[1:], **{k: v for k, v in kwargs.items() if k != "input"}).indices
+            else:
+                ids = func(*args, **kwargs).indices
+            return ids.reshape(-1, self.site.top_k)
 
-        ids = self.choose(scores, live)
+        flat_NE = scores.reshape(-1, self.site.num_experts)
+        ids = self.choose(flat_NE, live).view(*scores.shape[:-1], self.site.top_k)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def check_called_once(self) -> None:

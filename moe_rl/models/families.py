@@ -1,8 +1,8 @@
 """Where a transformers model routes: its router modules, found through the model's own declaration.
 
 A model class declares which module emits router logits; every instance of it below the model that is actually
-forwarded is a router, in order of execution. Routers choose with `torch.topk` over the experts, so one seam
-(`moe_rl.tracing`) serves nearly all families; those that it cannot serve are refused by name.
+forwarded is a router. Routers choose with `torch.topk` over the experts, so one seam
+(`moe_rl.selection`) serves nearly all families; those that it cannot serve are refused by name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ REFUSED = {
     "DogeCDMoE": "its experts are product keys whose routing mixes tokens, so a token's choice is not its own",
     "SwitchTransformersTop1Router": "it is an encoder-decoder router with capacity limits and one-hot masks",
     "NllbMoeTop2Router": "it is an encoder-decoder router with capacity limits and one-hot masks",
-    "Ernie4_5_VLMoeMoeBlock": "it splits tokens by modality over two routers",
 }
 # Router class whose output does not hold (logits, gates, ids): the ids are taken from its top-k call instead.
 IDS_ONLY_IN_SELECTION = {"JetMoeTopKGating", "Llama4Router", "DbrxRouter", "ZayaRouter"}
-# Router class whose parent block makes the choice.
-CHOSEN_BY_PARENT = {"DbrxRouter"}
+# Declared class -> path from it to the module whose forward makes the choice (".." is its parent block).
+CHOSEN_BY = {"DbrxRouter": "..", "Ernie4_5_VLMoeMoeBlock": "text_moe.gate"}
+# Router class that ranks scores of shape [B, T, E], not [N, E].
+RANKS_SEQUENCES = {"ZayaRouter"}
 
 _NUM_EXPERTS = ("num_router_classes", "n_routed_experts_total", "n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = ("top_k", "top_k_experts", "num_experts_per_tok", "moe_k")
@@ -35,17 +36,25 @@ _TOP_K = ("top_k", "top_k_experts", "num_experts_per_tok", "moe_k")
 
 @dataclasses.dataclass(frozen=True)
 class RouterSite:
-    """One router: its path, the module whose forward makes the choice, E, K, and whether its output holds the ids."""
+    """One router: its path, the module whose forward makes the choice, E and K.
+
+    ids_in_output: its output is (logits, gates, ids, ...). scores_dim: dimensions of the scores that it ranks.
+    """
 
     name: str
     module: nn.Module
     num_experts: int
     top_k: int
     ids_in_output: bool
+    scores_dim: int = 2
+
+    def entry(self, turn: int) -> str:
+        """The name of its `turn`-th run in one forward, from 0: looped models run the same layer several times."""
+        return self.name if turn == 0 else f"{self.name}@{turn + 1}"
 
 
 def find_routers(model: nn.Module) -> list[RouterSite]:
-    """The routers below `model`, in order of execution; [] for a dense model. RoutingError for a refused family."""
+    """The routers below `model`, in module order; [] for a dense model. RoutingError for a refused family."""
     classes = _router_classes(model)
     if not classes:
         return []
@@ -59,8 +68,9 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
             raise RoutingError(
                 f"{type(model).__name__}: routing of {kind} cannot be recorded or replayed: {REFUSED[kind]}"
             )
-        if kind in CHOSEN_BY_PARENT:
-            name = name.rpartition(".")[0]
+        if kind in CHOSEN_BY:
+            path = CHOSEN_BY[kind]
+            name = name.rpartition(".")[0] if path == ".." else f"{name}.{path}"
             module = modules[name]
         num_experts = _find_int(module, _NUM_EXPERTS) or _find_int(getattr(module, "experts", None), _NUM_EXPERTS)
         top_k = _find_int(module, _TOP_K)
@@ -69,11 +79,13 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
                 f"{name} ({kind}) does not say how many experts it has and chooses; "
                 "this family needs an entry in moe_rl/models/families.py"
             )
-        sites.append(RouterSite(name, module, num_experts, top_k, kind not in IDS_ONLY_IN_SELECTION))
-    if len({site.top_k for site in sites}) > 1:
+        dim = 3 if kind in RANKS_SEQUENCES else 2
+        sites.append(RouterSite(name, module, num_experts, top_k, kind not in IDS_ONLY_IN_SELECTION, dim))
+    sizes = sorted({(site.top_k, site.num_experts) for site in sites})
+    if len(sizes) > 1:
         raise RoutingError(
-            f"{type(model).__name__} chooses different numbers of experts in different layers "
-            f"({sorted({s.top_k for s in sites})}), which a trace cannot hold"
+            f"{type(model).__name__} chooses {' and '.join(f'{k} of {e}' for k, e in sizes)} experts in different "
+            "layers, which a trace cannot hold; give all MoE layers the same numbers"
         )
     return sites
 
