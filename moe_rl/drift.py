@@ -97,27 +97,35 @@ class DriftSettings:
     """What is measured after each update.
 
     rollouts, probe: sequences of this step's rollouts, and of fixed text, that are forwarded again. every: measure
-    after every n-th step's updates; 0 never.
+    after every n-th step's updates; 0 never. trace_every: write the rollouts' routing of every n-th
+    step, if it is measured, to traces/; 0 never.
     """
 
     rollouts: int = 16
     probe: int = 16
     every: int = 1
+    trace_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rollouts", "probe", "every"):
+        for name in ("rollouts", "probe", "every", "trace_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"drift.{name} is {getattr(self, name)}; set it to 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSet:
-    """The same tokens, looked at again and again: their routing under each reference policy."""
+    """The same tokens, looked at again and again: their routing under each reference policy.
+
+    rows: which of the step's rollouts, or of the probe, they are. history: the routing before the step's first update
+    and after each.
+    """
 
     name: str
     tokens_BS: Tensor
     attention_BS: Tensor
-    references: dict[str, RoutingTrace]
+    rows: list[int]
+    references: dict[str, RoutingTrace] = dataclasses.field(default_factory=dict)
+    history: list[RoutingTrace] = dataclasses.field(default_factory=list)
 
 
 class DriftMeter:
@@ -132,7 +140,8 @@ class DriftMeter:
         self.sets: list[TokenSet] = []
         self.probe: TokenSet | None = None
         if settings.probe and settings.every:
-            self.probe = TokenSet("probe", probe[0][: settings.probe], probe[1][: settings.probe], {})
+            tokens, attention = probe[0][: settings.probe], probe[1][: settings.probe]
+            self.probe = TokenSet("probe", tokens, attention, list(range(len(tokens))))
             (start,) = self._routing([self.probe], "start", 0)
             self.probe.references.update(start=start, previous=start)
 
@@ -144,7 +153,7 @@ class DriftMeter:
         if self.settings.rollouts:
             count = min(self.settings.rollouts, len(rollouts))
             rows = torch.linspace(0, len(rollouts) - 1, count).long()
-            self.sets.append(TokenSet("rollout", rollouts.tokens_BS[rows], rollouts.attention_BS[rows], {}))
+            self.sets.append(TokenSet("rollout", rollouts.tokens_BS[rows], rollouts.attention_BS[rows], rows.tolist()))
         if self.probe is not None:
             self.sets.append(self.probe)
         # The probe was measured after the last update, unless that step was skipped.
@@ -153,6 +162,12 @@ class DriftMeter:
             tokens.references["previous"] = old
         for tokens in self.sets:
             tokens.references["old"] = tokens.references["previous"]
+            tokens.history[:] = [tokens.references["old"]]
+
+    def traced(self, step: int) -> bool:
+        """Whether the rollouts' routing of this step is to be written; they are then the first of `sets`."""
+        every = self.settings.trace_every
+        return bool(every and self.sets and self.sets[0].name == "rollout" and step % every == 0)
 
     def after_update(self, step: int, update: int) -> list[dict[str, Any]]:
         """Rows of the table `drift`: each token set against each of its references."""
@@ -162,6 +177,7 @@ class DriftMeter:
                 row = {"step": step, "update": update, "tokens": tokens.name, "reference": reference}
                 rows.append(row | compare(trace, new).row())
             tokens.references["previous"] = new
+            tokens.history.append(new)
         return rows
 
     def _routing(self, sets: list[TokenSet], source: str, update: int) -> list[RoutingTrace]:

@@ -19,11 +19,13 @@ from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.config import ConfigError, Experiment, settings_of
 from moe_rl.drift import DriftMeter
 from moe_rl.models.families import find_routers
+from moe_rl.noise_floor import noise_floor
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts
 from moe_rl.routers.base import changes_routing, install
 from moe_rl.store import RunWriter
 from moe_rl.tasks.base import overlap
+from moe_rl.trace_sampling import write_step
 from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
 
 EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
@@ -43,9 +45,10 @@ def run(
     report: called with each row of the table `steps`.
     """
     clock = Clock()
-    model, tokenizer = build_policy(e, writer, cache_dir)
+    model, tokenizer, warmth = build_policy(e, cache_dir)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
+    writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
     queries = tokens = 0
     report_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None, e, writer, report, clock)
     for step in range(1, e.steps + 1):
@@ -76,6 +79,8 @@ def run(
                     if (comparison["tokens"], comparison["reference"]) == ("rollout", "previous"):
                         changes.append(sum(comparison["slot_change"]) / len(comparison["slot_change"]))
             row["drift_s"] += clock.lap()
+        if drift and drift.traced(step):
+            write_step(writer.folder, step, drift.sets[0], type(model).__name__)
         queries, tokens = queries + len(rollouts), tokens + int(rollouts.response_BT.sum())
         row |= {"queries": queries, "tokens": tokens} | describe(rollouts, batches)
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
@@ -85,13 +90,12 @@ def run(
     return "finished"
 
 
-def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The policy after its cold start, with the router variant in place; writes down what it is."""
+def build_policy(e: Experiment, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """The policy after its cold start, with the router variant in place; the third is what the cold start was like."""
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
-    sites = find_routers(model)
-    if not sites and (e.replay != "none" or changes_routing(e.router)):
+    if not find_routers(model) and (e.replay != "none" or changes_routing(e.router)):
         raise ConfigError(f"{type(model).__name__} has no MoE layers; set arm.replay=none and router=native")
     install(model, e.router)
     with settings_of("task"):
@@ -101,23 +105,26 @@ def build_policy(e: Experiment, writer: RunWriter, cache_dir: str) -> tuple[PreT
     if e.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
+    return model, tokenizer, warmth
+
+
+def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
+    """What run.json says: the label, the sizes that every figure of drift needs, and where it ran."""
+    sites = find_routers(model)
     train = e.task.examples("train", e.prompts * e.steps, e.seed)
-    evaluation = e.task.examples("eval", e.eval_prompts, EVAL_SEED)
-    writer.describe(
-        label=e.label,
-        replay=e.replay,
-        num_layers=len(sites),
-        num_experts=max((site.num_experts for site in sites), default=0),
-        top_k=sites[0].top_k if sites else 0,
-        updates_per_step=e.updates,
-        steps=e.steps,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        model_class=type(model).__name__,
-        eval_overlap=overlap(train, evaluation),
-        cold_start=warmth,
+    return {
+        "label": e.label,
+        "replay": e.replay,
+        "num_layers": len(sites),
+        "num_experts": max((site.num_experts for site in sites), default=0),
+        "top_k": sites[0].top_k if sites else 0,
+        "updates_per_step": e.updates,
+        "steps": e.steps,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "model_class": type(model).__name__,
+        "eval_overlap": overlap(train, e.task.examples("eval", e.eval_prompts, EVAL_SEED)),
         **provenance(),
-    )
-    return model, tokenizer
+    }
 
 
 def forward_facts(e: Experiment) -> dict[str, str]:
@@ -152,6 +159,14 @@ def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedToke
     examples = e.task.examples("eval", max(1, e.drift.probe), EVAL_SEED)
     tokens, attention, _ = lay_out(tokenizer, examples, [example.answer for example in examples])
     return DriftMeter(model, e.drift, (tokens.to(model.device), attention.to(model.device)))
+
+
+def noise(drift: DriftMeter | None) -> dict[str, float]:
+    """Slot change of the probe when only the way of computing changes: the floor below which drift means nothing."""
+    if drift is None or drift.probe is None:
+        return {}
+    rows = noise_floor(drift.model, drift.probe.tokens_BS, drift.probe.attention_BS)
+    return {row["check"]: sum(row["slot_change"]) / len(row["slot_change"]) for row in rows}
 
 
 def sample(

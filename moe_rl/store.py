@@ -22,8 +22,8 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,16 +99,15 @@ class StoreError(RuntimeError):
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` with `text`; a reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

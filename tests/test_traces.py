@@ -17,7 +17,7 @@ from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingError, RoutingTrace
 from moe_rl.replaying import replay
 from moe_rl.trace_layouts import from_layout, merge_turns, padded, to_pandas
-from moe_rl.trace_sampling import step_traces
+from moe_rl.trace_sampling import write_step
 from moe_rl.traces import TraceError, TraceWriter, read_header, read_traces
 
 NAMES = ("model.layers.1.mlp.gate", "model.layers.2.mlp.gate", "model.layers.3.mlp.gate")
@@ -429,27 +429,20 @@ def rollouts_for(model, routing=True):
 
 
 def test_a_step_is_kept_with_its_passes_updates_and_rollout_numbers(tmp_path):
-    model = tiny()
-    rollouts = rollouts_for(model)
-    with step_traces(tmp_path, model, rollouts, step=4, every=2, sequences=3) as keep:
-        keep("old", 0)
-        model.model.layers[0].mlp.gate.weight.data.neg_()
-        keep("new", 1)
+    from moe_rl.drift import DriftMeter, DriftSettings
+
+    model, rollouts = tiny(), rollouts_for(tiny())
+    meter = DriftMeter(model, DriftSettings(rollouts=3, probe=0, trace_every=2), (torch.ones(1, 1), torch.ones(1, 1)))
+    meter.begin_step(4, rollouts)
+    model.model.layers[0].mlp.gate.weight.data.neg_()
+    meter.after_update(4, 1)
+    assert [step for step in range(1, 5) if meter.traced(step)] == [2, 4]
+    write_step(tmp_path, 4, meter.sets[0], type(model).__name__)
     path = tmp_path / "traces" / "step_00004.parquet"
     rows = list(read_traces(path))
     assert [(r.source, r.update, r.sequence) for r in rows] == [
-        (source, update, sequence)
-        for source, update in (("rollout", 0), ("old", 0), ("new", 1))
-        for sequence in (0, 2, 5)
+        (source, update, sequence) for source, update in (("old", 0), ("new", 1)) for sequence in (0, 2, 5)
     ]
-    assert (rows[0].expert_ids_TLK == rows[3].expert_ids_TLK).all()
-    assert (rows[0].expert_ids_TLK != rows[6].expert_ids_TLK).any()
+    assert (rows[0].expert_ids_TLK != rows[3].expert_ids_TLK).any()
     assert rows[1].token_ids_T.tolist() == rollouts.tokens_BS[2][rollouts.attention_BS[2]].tolist()
     assert json.loads(json.dumps(read_header(path).versions))["torch"].startswith(torch.__version__.split("+")[0])
-
-
-@pytest.mark.parametrize(("step", "every", "sequences"), [(3, 2, 4), (2, 0, 4), (2, 2, 0)])
-def test_other_steps_cost_nothing_and_leave_nothing(tmp_path, step, every, sequences):
-    with step_traces(tmp_path, tiny(), rollouts_for(tiny(), routing=False), step, every, sequences) as keep:
-        keep("old", 0)
-    assert os.listdir(tmp_path) == []
