@@ -122,12 +122,26 @@ def final_and_best(steps: pd.DataFrame, measure: str) -> tuple[float, float]:
     return float(tail.mean() if len(tail) else values.iloc[-1]), float(values.max())
 
 
+def noise_text(study: Study) -> str:
+    """The noise floor of all runs in a sentence, '' when none was measured."""
+    found = [_highest(checks) for checks in study.runs.get("noise_floor", [])]
+    worst = max((floor for floor in found if floor == floor), default=None)
+    if worst is None:
+        return ""
+    return f" Noise floor (same weights, computed otherwise): {worst:.2%} of the slots at most."
+
+
+def _highest(checks: Any) -> float:
+    return max(checks.values(), default=float("nan")) if isinstance(checks, dict) else float("nan")
+
+
 def run_measures(study: Study) -> pd.DataFrame:
     """A row a run: arm, knobs, seed, state, final_reward, collapsed, slot_change, clip_frac, cpu_s.
 
     final_reward and collapsed (final below half of the run's own best) are NaN / False unless the run finished.
     slot_change: share of expert slots that change in one gradient update, on the step's rollouts, mean over updates and
-    layers. clip_frac: share of tokens clipped away, mean over updates.
+    layers. noise_floor: the same share when only the way of computing changes, at worst. clip_frac: share of tokens
+    clipped away, mean over updates.
     """
     measure = reward_measure(study)
     drift = study.drift[(study.drift["tokens"] == "rollout") & (study.drift["reference"] == "previous")]
@@ -144,6 +158,7 @@ def run_measures(study: Study) -> pd.DataFrame:
                 "final_reward": final,
                 "collapsed": final < best / 2,
                 "slot_change": float(np.nanmean(slots)) if np.isfinite(slots).any() else float("nan"),
+                "noise_floor": _highest(run.get("noise_floor")),
                 "clip_frac": float(clipped.mean()),
                 "cpu_s": float(cpu if pd.notna(cpu) else steps["cpu_s"].max()),
             }
@@ -157,7 +172,7 @@ def summary_table(study: Study) -> pd.DataFrame:
 
     Columns: arm, knobs, seeds, finished, diverged, failed, unfinished, missing, collapsed (of the finished); measure
     (the reward's column), final_reward with final_low and final_high (95 % t interval over seeds, NaN below 2),
-    slot_change, clip_frac (shares) and cpu_s (CPU seconds a run), each the mean over finished runs.
+    slot_change, noise_floor, clip_frac (shares) and cpu_s (CPU seconds a run), each the mean over finished runs.
     """
     runs, measure, rows = run_measures(study), reward_measure(study), []
     for knobs, arm in itertools.product(knobs_of(study), arms_of(study)):
@@ -184,7 +199,7 @@ def summary_table(study: Study) -> pd.DataFrame:
                 "final_reward": final.value,
                 "final_low": final.low,
                 "final_high": final.high,
-                **{name: float(done[name].mean()) for name in ("slot_change", "clip_frac", "cpu_s")},
+                **{name: float(done[name].mean()) for name in ("slot_change", "noise_floor", "clip_frac", "cpu_s")},
             }
         )
     return pd.DataFrame(rows)
@@ -246,6 +261,7 @@ def summary_rows(table: pd.DataFrame) -> list[list[str]]:
             "collapsed",
             f"final {measure} [95 %]",
             "slot change / update",
+            "noise floor",
             "tokens clipped",
             "CPU s",
         ]
@@ -253,7 +269,8 @@ def summary_rows(table: pd.DataFrame) -> list[list[str]]:
     for row in table.to_dict("records"):
         final = str(stats.Estimate(row["final_reward"], row["final_low"], row["final_high"], row["finished"]))
         counts = [str(row[key]) for key in ("seeds", "finished", "diverged", "failed", "collapsed")]
-        numbers = [_cell(row["slot_change"]), _cell(row["clip_frac"], 2), _cell(row["cpu_s"])]
+        numbers = [_cell(row[name]) for name in ("slot_change", "noise_floor")]
+        numbers += [_cell(row["clip_frac"], 2), _cell(row["cpu_s"])]
         rows.append([row["arm"], row["knobs"], *counts, final if row["finished"] else "-", *numbers])
     return rows
 

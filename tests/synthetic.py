@@ -93,6 +93,7 @@ class _Run:
             git_commit="0" * 40,
             cpu_s=61.0 + self.rng.normal(),
             label="synthetic",
+            noise_floor={"batch_size": 0.0, "decode": 0.0012} if self.layers else {},
         )
 
     def write(self, writer: store.RunWriter, last: int, nan_at: int | None) -> None:

@@ -37,7 +37,7 @@ def draw(study: Study) -> Figure | None:
         "Cumulative distribution over tokens, mean over updates and finished seeds; diverged runs are thin, in no "
         "mean. Bands: 95 % t interval over seeds. m: mean changed layers per token."
     )
-    return base.finish(figure, study, title, text, base.arm_handles(study))
+    return base.finish(figure, study, title, text + summary.noise_text(study), base.arm_handles(study))
 
 
 def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:

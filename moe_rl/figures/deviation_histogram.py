@@ -52,7 +52,7 @@ def draw(study: Study) -> Figure | None:
     chance = Line2D([], [], color="black", linewidth=2, linestyle=(0, (1, 1)), label="unrelated routers")
     handles = [*base.arm_handles(study), chance]
     title = "How many of a token's experts change in a layer" + base.short_model(study)
-    return base.finish(figure, study, title, _bars.READ_BARS, handles)
+    return base.finish(figure, study, title, _bars.READ_BARS + summary.noise_text(study), handles)
 
 
 def _unrelated(axes: Axes, study: Study, arms: list[str], knobs: str) -> None:

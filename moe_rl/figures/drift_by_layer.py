@@ -39,7 +39,7 @@ def draw(study: Study) -> Figure | None:
         "After a divergence (dashed line): finished seeds only."
     )
     title = "Slot change by one gradient update, layer by layer" + base.short_model(study)
-    return base.finish(figure, study, title, text)
+    return base.finish(figure, study, title, text + summary.noise_text(study))
 
 
 def _map(study: Study, drift: pd.DataFrame, arm: str, knobs: str) -> tuple[pd.DataFrame, float]:

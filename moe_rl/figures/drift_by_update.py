@@ -49,7 +49,7 @@ def draw(study: Study) -> Figure | None:
         f"{_curves.BANDS}. After a divergence (dotted line): finished seeds only."
     )
     title = "Slot change over the gradient updates of a batch" + base.short_model(study)
-    return base.finish(figure, study, title, text, handles)
+    return base.finish(figure, study, title, text + summary.noise_text(study), handles)
 
 
 def _color(u: int, indices: list[int]) -> str:
