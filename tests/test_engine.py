@@ -76,6 +76,18 @@ def test_log_probabilities_do_not_depend_on_padding_or_neighbours(policy):
             assert torch.allclose(alone_entropy[0], entropy[row], atol=1e-5)
 
 
+def test_positions_count_within_a_sequences_own_tokens(policy):
+    """Rotary models do not show a shift, others would."""
+    model, rollouts, seen = policy[0], sample(policy), []
+    hook = model.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    response_logprobs(model, rollouts)
+    routing_of(model, rollouts.tokens_BS, rollouts.attention_BS)
+    hook.remove()
+    for row, real in enumerate(rollouts.attention_BS):
+        for positions in seen:
+            assert positions[row][real].tolist() == list(range(int(real.sum())))
+
+
 def test_entropy_and_log_probability_by_hand(policy):
     model, rollouts = policy[0], sample(policy, 1, 2)
     with torch.no_grad():

@@ -74,20 +74,26 @@ ARMS = {
 SMALL = Tiny(layers=2, hidden_size=32, heads=2, experts=8, top_k=2, expert_size=16, initializer_range=0.1)
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """train(arm, setting=...) -> Result of a small run."""
-    build_policy, built = loop.build_policy, []
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """train(arm, setting=...) -> Result of a small run. Equal runs are made once, unless `fresh`."""
+    build_policy, built, made = loop.build_policy, [], {}
+    tmp_path = tmp_path_factory.mktemp("laws")
 
     def remember(*args):
         model, tokenizer = build_policy(*args)
         built.append((model, copy.deepcopy(model.state_dict())))
         return model, tokenizer
 
-    monkeypatch.setattr(loop, "build_policy", remember)
-    counter = iter(range(100))
+    counter = iter(range(1000))
 
-    def run(arm="grpo", **changes):
+    def run(arm="grpo", fresh=False, **changes):
+        key = repr((arm, sorted(changes.items())))
+        if fresh or key not in made:
+            made[key] = run_anew(arm, changes)
+        return made[key]
+
+    def run_anew(arm, changes):
         settings = {
             "study_name": "laws", "seed": 0, "steps": 3, "prompts": 4, "completions": 4, "updates": 2, "micro_batch": 0,
             "activation_checkpointing": False, "eval_prompts": 0, "eval_every": 0, "model": SMALL, "router": Native(),
@@ -103,7 +109,9 @@ def train(tmp_path, monkeypatch):
         facts, status = read_json(folder / "run.json"), read_json(folder / "status.json")
         return Result(state, start, model.state_dict(), tables, facts, status)
 
-    return run
+    loop.build_policy = remember
+    yield run
+    loop.build_policy = build_policy
 
 
 def same(one, other):
@@ -146,20 +154,20 @@ def test_law_3_with_one_update_a_batch_the_arms_are_the_same_run(train):
 
 
 def test_with_more_updates_the_arms_are_different_runs(train):
-    results = [train(arm, updates=4).end for arm in ("grpo", "grpo_routing_replay", "gspo")]
+    results = [train(arm, updates=4, steps=2).end for arm in ("grpo", "grpo_routing_replay", "gspo")]
     assert distance(results[0], results[1]) > 1e-4
     assert distance(results[0], results[2]) > 1e-4
 
 
 def test_with_one_engine_in_full_precision_both_replays_are_the_same_run(train):
-    one, other = (train(arm, updates=4) for arm in ("grpo_routing_replay", "grpo_r3"))
+    one, other = (train(arm, updates=4, steps=2) for arm in ("grpo_routing_replay", "grpo_r3"))
     assert distance(one.end, other.end) < 1e-5
-    natural = train("grpo", updates=4)
+    natural = train("grpo", updates=4, steps=2)
     assert distance(one.end, natural.end) > 1e-4
 
 
 def test_arms_of_one_seed_start_from_the_same_policy_and_see_the_same_first_rollouts(train):
-    results = [train(arm, steps=1) for arm in ARMS]
+    results = [train(arm, updates=4, steps=2) for arm in ARMS]
     for other in results[1:]:
         assert same(results[0].start, other.start)
         for column in ("reward", "entropy", "tokens", "response_length"):
@@ -178,7 +186,7 @@ def test_law_4_groups_of_equal_rewards_change_nothing_and_are_counted(train):
 
 def test_drift_is_measured_of_the_policy_itself_also_where_training_is_replayed(train):
     for arm in ("grpo", "grpo_routing_replay", "grpo_r3"):
-        rows = train(arm, updates=4, steps=2, optim=Optim(lr=1e-2)).tables["drift"]
+        rows = train(arm, updates=4, steps=2).tables["drift"]
         assert len(rows) == 2 * 4 * 5
         for row in rows:
             assert row["n"] > 0
@@ -191,10 +199,11 @@ def test_drift_is_measured_of_the_policy_itself_also_where_training_is_replayed(
 @pytest.mark.parametrize("arm", ["grpo_routing_replay", "gspo"])
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(train, arm):
     torch.manual_seed(1)
-    one = train(arm, eval_prompts=3, eval_every=2)
+    one = train(arm, fresh=True)
     torch.manual_seed(2)
     torch.rand(5)  # nothing hangs on the global generator
-    other = train(arm, eval_prompts=3, eval_every=2)
+    other = train(arm, fresh=True)
+    assert one is not other
     assert same(one.end, other.end)
     assert one.without_seconds() == other.without_seconds()
     assert not same(one.end, train(arm, seed=1).end)
@@ -203,11 +212,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(train, arm
 def test_measuring_does_not_change_what_is_measured(train):
     plain = train("grpo_routing_replay", drift=DriftSettings(every=0))
     assert plain.tables["drift"] == []
-    for changes in ({}, {"eval_prompts": 3, "eval_every": 1}, {"drift": DriftSettings(every=2, probe=0)}):
+    for changes in ({}, {"eval_prompts": 3, "eval_every": 1, "drift": DriftSettings(every=2, probe=0)}):
         assert same(plain.end, train("grpo_routing_replay", **changes).end)
 
 
-@pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "gspo"])
+@pytest.mark.parametrize("arm", ["grpo_routing_replay", "gspo"])
 def test_activation_checkpointing_changes_nothing_and_micro_batches_only_rounding(train, arm):
     plain = train(arm)
     assert same(plain.end, train(arm, activation_checkpointing=True).end)
@@ -227,7 +236,7 @@ def test_a_variant_that_chooses_as_the_model_does_trains_the_same_run(train):
 @pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "grpo_r3"])
 @pytest.mark.parametrize("router", [Balanced(speed=0.01), LearnedPrior(), Binned(width=0.02)], ids=repr)
 def test_router_variants_train_under_every_replay(train, arm, router):
-    result = train(arm, router=router, steps=2)
+    result = train(arm, router=router, steps=1)
     assert result.state == "finished"
     for row in result.tables["updates"]:
         assert (row["log_w_sd"] == 0) == (row["update"] == 1)
@@ -241,7 +250,7 @@ def test_a_warm_up_is_not_shared_between_router_variants(train):
     native, binned = train(**warm), train(router=Binned(width=0.2), **warm)
     assert (native.run["cold_start"]["cache"], binned.run["cold_start"]["cache"]) == ("trained", "trained")
     assert not same(native.start, binned.start)
-    again = train(router=Binned(width=0.2), **warm)
+    again = train(router=Binned(width=0.2), fresh=True, **warm)
     assert again.run["cold_start"]["cache"] == "hit"
     assert same(binned.start, again.start)
     assert train(router=Binned(width=0.1), **warm).run["cold_start"]["cache"] == "trained"

@@ -72,10 +72,9 @@ def distance(one, other):
 
 
 # --------------------------------------------------------------------------------------------------------- law 1 and E9
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("micro_batch", "checkpointing"), [(0, False), (3, False), (3, True)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("micro_batch", [0, 3])
 def test_law_1_ratios_are_exactly_1_on_the_first_mini_batch_and_e9_not_on_the_second(
     arm, dtype, micro_batch, checkpointing
 ):
@@ -128,7 +127,7 @@ def test_micro_batches_and_activation_checkpointing_change_results_by_rounding_o
     """Plain SGD, for Adam makes rounding of a gradient near 0 a step of full size."""
     start, results = tiny(), {}
     loss, replayed = ARMS[arm]
-    for micro_batch, checkpointing in ((0, False), (4, False), (3, False), (1, False), (0, True), (2, True)):
+    for micro_batch, checkpointing in ((0, False), (3, False), (1, False), (0, True), (2, True)):
         model = copy.deepcopy(start)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
