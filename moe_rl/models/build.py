@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_rl.models import experts
 from moe_rl.models.configs import FAMILIES, common_fields
 from moe_rl.models.tokenizer import character_tokenizer
 
@@ -41,7 +42,7 @@ class Tiny:
     expert_groups: int = 1
     max_positions: int = 256
     initializer_range: float = 0.02
-    experts_implementation: str = "grouped_mm"  # grouped_mm or eager
+    experts_implementation: str = "grouped_mm"  # grouped_mm, eager or megablocks (CUDA, see moe_rl/models/experts.py)
     dtype: str = "float32"  # float32 or bfloat16
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Tiny:
             )
         self._check_groups()
         _check_dtype(self.dtype)
-        _check_experts_implementation(self.experts_implementation)
+        _check_experts_implementation(self.experts_implementation, self.dtype)
         grain = 16 // DTYPES[self.dtype].itemsize  # grouped_mm wants rows of whole 16 bytes
         if self.experts_implementation == "grouped_mm" and self.family != "dense":
             for name in ("hidden_size", "expert_size"):
@@ -117,14 +118,14 @@ class Checkpoint:
     path: str = ""
     revision: str = "main"
     dtype: str = "bfloat16"  # float32 or bfloat16
-    experts_implementation: str = "grouped_mm"  # grouped_mm or eager
+    experts_implementation: str = "grouped_mm"  # grouped_mm, eager or megablocks (CUDA, see moe_rl/models/experts.py)
     max_positions: int = 0
 
     def __post_init__(self) -> None:
         if self.max_positions < 0:
             raise ValueError(f"max_positions is {self.max_positions}; set it to 1 or more, or 0 for the model's own")
         _check_dtype(self.dtype)
-        _check_experts_implementation(self.experts_implementation)
+        _check_experts_implementation(self.experts_implementation, self.dtype)
 
     def build(self, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model (in eval mode, on the CPU) and its tokenizer, padding on the left.
@@ -185,9 +186,16 @@ def _check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
 
 
-def _check_experts_implementation(name: str) -> None:
+def _check_experts_implementation(name: str, dtype: str) -> None:
     if name == "batched_mm":
         raise ValueError("experts_implementation batched_mm copies weights for every token; use grouped_mm or eager")
+    if name == experts.NAME:
+        try:
+            experts.require_megablocks()
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        if DTYPES[dtype] not in experts.DTYPES:
+            raise ValueError(f"experts_implementation megablocks computes bfloat16 only, dtype is {dtype}; change one")
 
 
 def _set_experts_implementation(model: PreTrainedModel, name: str) -> None:
@@ -197,8 +205,10 @@ def _set_experts_implementation(model: PreTrainedModel, name: str) -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    if name == experts.NAME:
+        experts.use_megablocks(model)
     if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
-        raise ValueError(f"experts_implementation is {name!r}; choose grouped_mm or eager")
+        raise ValueError(f"experts_implementation is {name!r}; choose grouped_mm or eager, or megablocks on CUDA")
     if model._can_set_experts_implementation():
         model.set_experts_implementation(name)
 
