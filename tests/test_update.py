@@ -169,6 +169,15 @@ def test_a_sequence_without_response_counts_in_no_micro_batch():
         assert got == pytest.approx(norms["kept", 0], rel=1e-5)
 
 
+def test_gradients_of_earlier_updates_do_not_add_to_an_update():
+    clean, stale = tiny(), tiny()
+    for parameter in stale.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    rows = [train(model, "grpo") for model in (clean, stale)]
+    assert rows[0] == rows[1]
+    assert distance(weights(clean), weights(stale)) == 0.0
+
+
 def test_law_4_sequences_without_advantage_change_nothing():
     model, data = tiny(), rollouts()
     before = weights(model)
