@@ -71,13 +71,19 @@ class Config:
 
 @dataclasses.dataclass
 class Launch:
-    """Where and how, which no result depends on. jobs: runs at once. threads: of each run. progress: show it."""
+    """Where and how, which no result depends on.
+
+    jobs: runs at once. threads: of each run. progress: show it. checkpoint_every: steps between checkpoints, 0: none.
+    keep_policy: save the trained model and tokenizer to policy/ in the run's folder.
+    """
 
     results_dir: str = "results"
     jobs: int = 2
     threads: int = 1
     device: str = "cpu"
     progress: bool = True
+    checkpoint_every: int = 1
+    keep_policy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +181,8 @@ def _check(e: Experiment) -> None:
         )
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
+    if e.launch.checkpoint_every < 0:
+        raise ConfigError(f"launch.checkpoint_every is {e.launch.checkpoint_every}; set it to 0 or more")
     if e.launch.jobs < 1 or e.launch.threads < 1:
         raise ConfigError(f"launch.jobs is {e.launch.jobs} and launch.threads {e.launch.threads}; both are 1 or more")
     if getattr(e.model, "family", "") == "dense":

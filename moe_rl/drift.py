@@ -145,6 +145,11 @@ class DriftMeter:
             (start,) = self._routing([self.probe], "start", 0)
             self.probe.references.update(start=start, previous=start)
 
+    def resume(self) -> None:
+        """The model was moved to a later state of its run: the probe's routing is measured anew, `start` stays."""
+        if self.probe is not None:
+            (self.probe.references["previous"],) = self._routing([self.probe], "new", 0)
+
     def begin_step(self, step: int, rollouts: Rollouts) -> None:
         """Note the routing of the old policy, before the step's first update."""
         self.sets = []

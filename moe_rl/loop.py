@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from moe_rl import checkpoint
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.config import ConfigError, Experiment, settings_of
@@ -48,10 +49,18 @@ def run(
     model, tokenizer, warmth = build_policy(e, cache_dir)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
-    writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
-    queries = tokens = 0
-    report_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None, e, writer, report, clock)
-    for step in range(1, e.steps + 1):
+    progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
+    if writer.resumes:
+        progress = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
+        clock.go_on(progress)
+        writer.rewind(progress["step"])
+        writer.describe_resumption(after_step=progress["step"], **provenance())
+        if drift:
+            drift.resume()
+    else:
+        writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
+        report_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None, e, writer, report, clock)
+    for step in range(progress["step"] + 1, e.steps + 1):
         clock.lap()
         prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
         rollouts = sample(e, model, tokenizer, prompts, step)
@@ -81,12 +90,20 @@ def run(
             row["drift_s"] += clock.lap()
         if drift and drift.traced(step):
             write_step(writer.folder, step, drift.sets[0], type(model).__name__)
-        queries, tokens = queries + len(rollouts), tokens + int(rollouts.response_BT.sum())
-        row |= {"queries": queries, "tokens": tokens} | describe(rollouts, batches)
+        progress["queries"] += len(rollouts)
+        progress["tokens"] += int(rollouts.response_BT.sum())
+        row |= {"queries": progress["queries"], "tokens": progress["tokens"]} | describe(rollouts, batches)
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
             row |= evaluate(e, model, tokenizer, step)
-        shown = report_step(row, sum(changes) / len(changes) if changes else None, e, writer, report, clock)
-    writer.status("finished", step=e.steps, steps=e.steps, **shown)
+        slot_change = sum(changes) / len(changes) if changes else None
+        progress |= {"step": step, "shown": report_step(row, slot_change, e, writer, report, clock)} | clock.state()
+        if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
+            checkpoint.save(writer.checkpoint, model, optimizer, schedule, progress)
+    if e.launch.keep_policy:
+        model.save_pretrained(writer.folder / "policy")
+        tokenizer.save_pretrained(writer.folder / "policy")
+    writer.status("finished", step=e.steps, steps=e.steps, **progress["shown"])
+    writer.checkpoint.unlink(missing_ok=True)
     return "finished"
 
 
@@ -220,7 +237,7 @@ def report_step(
 
     slot_change: mean per update of the step, if measured.
     """
-    row |= {"cpu_s": clock.cpu(), "wall_s": clock.wall()}
+    row |= clock.state()
     writer.append("steps", row)
     shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
     writer.status("running", step=row["step"], steps=e.steps, **shown)
@@ -229,19 +246,21 @@ def report_step(
 
 
 class Clock:
-    """CPU and wall seconds of this process since it was made, and CPU seconds since the last lap."""
+    """CPU and wall seconds that a run has taken, in all its processes, and CPU seconds since the last lap."""
 
     def __init__(self) -> None:
         self.began_cpu, self.began = time.process_time(), time.perf_counter()
         self.last = self.began_cpu
 
+    def go_on(self, state: dict[str, float]) -> None:
+        """Count from what an earlier process left off at."""
+        self.began_cpu -= state["cpu_s"]
+        self.began -= state["wall_s"]
+
+    def state(self) -> dict[str, float]:
+        return {"cpu_s": time.process_time() - self.began_cpu, "wall_s": time.perf_counter() - self.began}
+
     def lap(self) -> float:
         now = time.process_time()
         lap, self.last = now - self.last, now
         return lap
-
-    def cpu(self) -> float:
-        return time.process_time() - self.began_cpu
-
-    def wall(self) -> float:
-        return time.perf_counter() - self.began

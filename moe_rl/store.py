@@ -7,10 +7,11 @@
         steps.jsonl     one line a step      \
         updates.jsonl   one line an update    >  columns: LEGEND
         drift.jsonl     one line a comparison /
+        checkpoint.safetensors   the state after the last whole step, while the run is not finished
         lock            held by the process that writes; the kernel frees it when that process dies
 
-A second launch of a finished run does nothing, of an unfinished one starts it again, of a run with another config is
-refused.
+A second launch of a finished run does nothing, of one that was cut off goes on from its checkpoint, of a failed one
+starts it again; with another config it is refused.
 """
 
 from __future__ import annotations
@@ -183,10 +184,25 @@ def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str
 # ------------------------------------------------------------------------------------------------------------- writing
 @dataclasses.dataclass
 class RunWriter:
-    """One run being written. Made by `open_run`; `append` rows, then `finish`."""
+    """One run being written. Made by `open_run`. resumes: there is a checkpoint to go on from."""
 
     folder: Path
-    started: float
+    resumes: bool = False
+    started: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.safetensors"
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps: the run goes on after `step`."""
+        for table in TABLES:
+            rows = [row for row in read_table(self.folder, table) if row["step"] <= step]
+            text = "".join(json.dumps(_jsonable(row)) + "\n" for row in rows)
+            write_atomic(self.folder / f"{table}.jsonl", text)
+        for path in (self.folder / "traces").glob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
 
     def append(self, table: str, row: Mapping[str, Any]) -> None:
         """Add a row to steps, updates or drift. Unknown columns are refused: a typo must not become a metric."""
@@ -200,6 +216,12 @@ class RunWriter:
         """Write run.json: what this run ran on."""
         write_atomic(self.folder / "run.json", json.dumps({"format": FORMAT, **_jsonable(facts)}, indent=1))
 
+    def describe_resumption(self, **facts: Any) -> None:
+        """Add to run.json where and on what the run went on."""
+        told = read_json(self.folder / "run.json")
+        before = told.pop("resumed", [])
+        self.describe(**told, resumed=[*before, facts])
+
     def status(self, state: str, **progress: Any) -> None:
         """Replace status.json."""
         row = {"state": state, "pid": os.getpid(), "wall_s": time.time() - self.started, **progress}
@@ -211,7 +233,8 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
     """Claim a run's folder for writing.
 
     Yields None when the run is already finished under the same config. Marks the run failed, with the reason, when the
-    block raises. Raises StoreError when another process holds the run, or when the folder holds another config.
+    block raises an Exception; an interrupt leaves it cut off, to be resumed. Raises StoreError when another process
+    holds the run, or when the folder holds another config.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,18 +245,21 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
         if not _claim(lock):
             raise StoreError(f"{folder} is being written by another process; wait for it, or change the seed")
         check_config(folder, config)
-        if state_of(folder) in DONE:
+        state = _state(folder)
+        if state in DONE:
             yield None
             return
-        for stale in [*(f"{t}.jsonl" for t in TABLES), "run.json", "status.json"]:
-            (folder / stale).unlink(missing_ok=True)
-        shutil.rmtree(folder / "traces", ignore_errors=True)
+        writer = RunWriter(folder)
+        writer.resumes = state == "running" and writer.checkpoint.exists() and (folder / "run.json").exists()
+        if not writer.resumes:
+            for stale in [*(f"{t}.jsonl" for t in TABLES), "run.json", "status.json", writer.checkpoint.name]:
+                (folder / stale).unlink(missing_ok=True)
+            shutil.rmtree(folder / "traces", ignore_errors=True)
         write_atomic(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
-        writer = RunWriter(folder, time.time())
         writer.status("running")
         try:
             yield writer
-        except BaseException as error:
+        except Exception as error:
             with contextlib.suppress(OSError):
                 writer.status("failed", reason=f"{type(error).__name__}: {error}"[:2000])
             raise
@@ -265,13 +291,13 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def state_of(folder: Path) -> str:
     """missing, running, cut_off (says running, but nobody holds its lock), finished, diverged or failed."""
+    state = _state(folder)
+    return "cut_off" if state == "running" and not _locked(folder) else state
+
+
+def _state(folder: Path) -> str:
     path = folder / "status.json"
-    if not path.exists():
-        return "missing"
-    state = read_json(path).get("state", "damaged")
-    if state == "running" and not _locked(folder):
-        return "cut_off"
-    return state
+    return read_json(path).get("state", "damaged") if path.exists() else "missing"
 
 
 def _locked(folder: Path) -> bool:

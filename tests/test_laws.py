@@ -81,9 +81,9 @@ def train(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("laws")
 
     def remember(*args):
-        model, tokenizer = build_policy(*args)
-        built.append((model, copy.deepcopy(model.state_dict())))
-        return model, tokenizer
+        policy = build_policy(*args)
+        built.append((policy[0], copy.deepcopy(policy[0].state_dict())))
+        return policy
 
     counter = iter(range(1000))
 

@@ -1,0 +1,161 @@
+"""A run that was cut off goes on bit for bit; a damaged checkpoint is never read as something else."""
+
+import dataclasses
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from models import tiny
+from test_laws import ARMS, SECONDS, SMALL, Vowels
+
+from moe_rl import checkpoint, loop
+from moe_rl.cold_start import ColdStart
+from moe_rl.config import Experiment, Launch
+from moe_rl.drift import DriftSettings
+from moe_rl.engines.hf import Hf
+from moe_rl.routers.balanced import Balanced
+from moe_rl.routers.native import Native
+from moe_rl.store import TABLES, open_run, read_json, read_table, state_of
+from moe_rl.update import Optim
+
+
+def experiment(arm="grpo_routing_replay", router=None, steps=4, **changes):
+    return Experiment(
+        study_name="s", seed=0, steps=steps, prompts=4, completions=2, updates=2, micro_batch=0,
+        activation_checkpointing=False, eval_prompts=4, eval_every=2, **ARMS[arm], model=SMALL,
+        router=router or Native(), task=Vowels(), engine=Hf(max_new_tokens=6),
+        optim=Optim(lr=1e-2, schedule="linear", warmup_updates=2), cold_start=ColdStart(steps=2, batch_size=4),
+        drift=DriftSettings(rollouts=2, probe=2, trace_every=2), launch=Launch(keep_policy=True), **changes,
+    )  # fmt: skip
+
+
+def go(folder, e, report=lambda row: None):
+    with open_run(folder / "run", {"name": "same"}) as writer:
+        return loop.run(e, writer, str(folder / "cache"), report) if writer else "finished before"
+
+
+def outcome(folder):
+    """Everything that a run leaves but seconds: tables, trace bytes and final weights."""
+    run = folder / "run"
+    rows = {t: [{k: v for k, v in row.items() if k not in SECONDS} for row in read_table(run, t)] for t in TABLES}
+    traces = {path.name: path.read_bytes() for path in sorted(run.glob("traces/*"))}
+    return repr(rows), traces, (run / "policy" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The outcome of a run that nothing interrupted, by router."""
+    made = {}
+
+    def of(router=None):
+        if router not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            go(folder, experiment(router=router))
+            made[router] = outcome(folder)
+        return made[router]
+
+    return of
+
+
+class Cut(BaseException):
+    """As a keyboard interrupt."""
+
+
+@pytest.mark.parametrize("router", [None, Balanced(speed=0.05)])
+@pytest.mark.parametrize("after", [0, 1, 3, 4])
+def test_a_run_interrupted_after_any_step_ends_as_if_it_had_not_been(tmp_path, whole, after, router):
+    def cut(row):
+        if row["step"] == after:
+            raise Cut
+
+    with pytest.raises(Cut):
+        go(tmp_path, experiment(router=router), cut)
+    assert state_of(tmp_path / "run") == "cut_off"
+    seen = []
+    assert go(tmp_path, experiment(router=router), seen.append) == "finished"
+    assert outcome(tmp_path) == whole(router)
+    # The report comes before the step's checkpoint: the interrupted step itself is done again, nothing before it.
+    assert [row["step"] for row in seen] == list(range(after if after > 1 else 0, 5))
+    assert ("resumed" in read_json(tmp_path / "run" / "run.json")) == (after > 1)
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_sigkill_at_random_instants_changes_nothing(tmp_path, whole):
+    """Each life of the run is a process that is killed at a random instant, until one reaches the end."""
+    lives, kills, rng = 0, 0, random.Random(0)
+    while state_of(tmp_path / "run") != "finished":
+        lives += 1
+        assert lives < 60
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                go(tmp_path, experiment())
+                code = 0
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + rng.uniform(0.5, 3 + lives)
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                assert status == 0, "the run itself failed"
+                break
+            time.sleep(0.01)
+        else:
+            os.kill(child, signal.SIGKILL)
+            kills += os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert kills >= 2
+    assert outcome(tmp_path) == whole()
+
+
+def test_a_failed_run_starts_again(tmp_path, whole):
+    def fail(row):
+        if row["step"] == 2:
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        go(tmp_path, experiment(), fail)
+    assert read_json(tmp_path / "run" / "status.json")["reason"] == "OSError: no space left on device"
+    assert go(tmp_path, experiment()) == "finished"
+    assert "resumed" not in read_json(tmp_path / "run" / "run.json")
+    assert outcome(tmp_path) == whole()
+
+
+def saved(tmp_path, model):
+    optimizer, schedule = Optim(schedule="cosine").build(model, 10)
+    model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    optimizer.step()
+    schedule.step()
+    checkpoint.save(tmp_path / "c", model, optimizer, schedule, {"step": 1})
+    return tmp_path / "c"
+
+
+def test_a_checkpoint_that_is_damaged_or_foreign_is_refused(tmp_path):
+    model = tiny(layers=1)
+    path = saved(tmp_path, model)
+    whole, rng = path.read_bytes(), random.Random(0)
+    places = [*range(0, 64), *(rng.randrange(len(whole)) for _ in range(64))]
+    for place in places:
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]):
+            path.write_bytes(damaged)
+            fresh = tiny(layers=1, seed=3)
+            with pytest.raises(checkpoint.CheckpointError, match="run it again"):
+                checkpoint.load(path, fresh, *Optim(schedule="cosine").build(fresh, 10))
+    path.write_bytes(whole)
+    other = tiny(layers=2)
+    with pytest.raises(checkpoint.CheckpointError, match="another model"):
+        checkpoint.load(path, other, *Optim().build(other, 10))
+    fresh = tiny(layers=1, seed=3)
+    optimizer, schedule = Optim(schedule="cosine").build(fresh, 10)
+    assert checkpoint.load(path, fresh, optimizer, schedule) == {"step": 1}
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 2e-4
+
+
+def test_checkpoints_can_be_left_out(tmp_path):
+    e = experiment(steps=1)
+    e = dataclasses.replace(e, launch=Launch(checkpoint_every=0))
+    assert go(tmp_path, e) == "finished"
