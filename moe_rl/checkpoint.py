@@ -32,12 +32,8 @@ def save(
 ) -> None:
     """Replace `path` by the present state. progress: JSON values that the loop wants back."""
     tensors = _tensors(model, optimizer)
-    told = {
-        "format": FORMAT,
-        "digest": _digest(tensors),
-        "schedule": json.dumps(_plain(schedule)),
-        "progress": json.dumps(progress),
-    }
+    told = {"format": FORMAT, "schedule": json.dumps(_plain(schedule)), "progress": json.dumps(progress)}
+    told["digest"] = _digest(tensors, told)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, temporary, told)
@@ -60,7 +56,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
         raise CheckpointError(f"{path} is damaged ({error}); {advice}") from error
     if told.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {told.get('format')}, this version reads {FORMAT}; {advice}")
-    if told.get("digest") != _digest(tensors):
+    if told.get("digest") != _digest(tensors, told):
         raise CheckpointError(f"{path} is damaged (its digest does not match); {advice}")
     weights = weight_cache.tensors(model)
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in weights.items()}
@@ -99,8 +95,10 @@ def _plain(schedule: Any) -> dict[str, Any]:
     }
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(tensors: dict[str, Tensor], told: dict[str, str]) -> str:
+    digest = hashlib.blake2b(
+        repr([told.get(key) for key in ("format", "schedule", "progress")]).encode(), digest_size=16
+    )
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

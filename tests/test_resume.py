@@ -84,11 +84,9 @@ def test_a_run_interrupted_after_any_step_ends_as_if_it_had_not_been(tmp_path, w
 
 
 def test_sigkill_at_random_instants_changes_nothing(tmp_path, whole):
-    """Each life of the run is a process that is killed at a random instant, until one reaches the end."""
-    lives, kills, rng = 0, 0, random.Random(0)
-    while state_of(tmp_path / "run") != "finished":
-        lives += 1
-        assert lives < 60
+    """Each life of the run is a process that is killed a random moment after it has written so many steps."""
+    rng, table = random.Random(0), tmp_path / "run" / "steps.jsonl"
+    for steps in (0, 1, 2, 3, None):
         child = os.fork()
         if child == 0:
             code = 1
@@ -97,17 +95,16 @@ def test_sigkill_at_random_instants_changes_nothing(tmp_path, whole):
                 code = 0
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + rng.uniform(0.5, 3 + lives)
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                assert status == 0, "the run itself failed"
-                break
-            time.sleep(0.01)
-        else:
-            os.kill(child, signal.SIGKILL)
-            kills += os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert kills >= 2
+        if steps is None:
+            assert os.waitpid(child, 0)[1] == 0, "the run itself failed"
+            break
+        while not (table.exists() and len(table.read_bytes().splitlines()) > steps):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended before it could be killed"
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert state_of(tmp_path / "run") == "cut_off"
     assert outcome(tmp_path) == whole()
 
 
@@ -138,18 +135,18 @@ def test_a_checkpoint_that_is_damaged_or_foreign_is_refused(tmp_path):
     path = saved(tmp_path, model)
     whole, rng = path.read_bytes(), random.Random(0)
     places = [*range(0, 64), *(rng.randrange(len(whole)) for _ in range(64))]
+    fresh = tiny(layers=1, seed=3)
+    made = Optim(schedule="cosine").build(fresh, 10)
     for place in places:
         for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]):
             path.write_bytes(damaged)
-            fresh = tiny(layers=1, seed=3)
             with pytest.raises(checkpoint.CheckpointError, match="run it again"):
-                checkpoint.load(path, fresh, *Optim(schedule="cosine").build(fresh, 10))
+                checkpoint.load(path, fresh, *made)
     path.write_bytes(whole)
     other = tiny(layers=2)
     with pytest.raises(checkpoint.CheckpointError, match="another model"):
         checkpoint.load(path, other, *Optim().build(other, 10))
-    fresh = tiny(layers=1, seed=3)
-    optimizer, schedule = Optim(schedule="cosine").build(fresh, 10)
+    optimizer, schedule = made
     assert checkpoint.load(path, fresh, optimizer, schedule) == {"step": 1}
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 2e-4
