@@ -54,29 +54,11 @@ class Board:
     def refresh(self) -> None:
         """Show the present state."""
         if self.shown:
-            rows = [(folder, self._status(folder)) for folder in self.folders]
+            rows = [(folder, status_of(folder)) for folder in self.folders]
             if self.live:
-                self.live.update(self._table(rows), refresh=True)
+                self.live.update(table_of(rows, f"{clock(time.monotonic() - self.began)} elapsed"), refresh=True)
             else:
                 self._lines(rows)
-
-    @staticmethod
-    def _status(folder: Path) -> dict[str, Any]:
-        try:
-            status = read_json(folder / "status.json") if (folder / "status.json").exists() else {}
-            return {**status, "state": state_of(folder)}
-        except StoreError:
-            return {"state": "damaged"}
-
-    def _table(self, rows: list[tuple[Path, dict[str, Any]]]) -> Table:
-        done = sum(status["state"] in DONE for _, status in rows)
-        table = Table(title=f"{done} of {len(rows)} runs, {clock(time.monotonic() - self.began)} elapsed")
-        for name in ("run", "state", "step", "reward", "slot change", "time left"):
-            table.add_column(name, justify="left" if name in ("run", "state") else "right")
-        for folder, status in rows:
-            if status["state"] != "missing":
-                table.add_row(name_of(folder), status["state"], *cells(status))
-        return table
 
     def _lines(self, rows: list[tuple[Path, dict[str, Any]]]) -> None:
         for folder, status in rows:
@@ -88,6 +70,27 @@ class Board:
                 parts = [f"{name_of(folder)}: {state}", f"step {number}", reward and f"reward {reward}"]
                 parts += [drift and f"slot change {drift}", left and f"{left} left"]
                 self.console.print(", ".join(part for part in parts if part), highlight=False, soft_wrap=True)
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    """status.json of a run with its state as it is now; `damaged` if it cannot be read."""
+    try:
+        status = read_json(folder / "status.json") if (folder / "status.json").exists() else {}
+        return {**status, "state": state_of(folder)}
+    except StoreError:
+        return {"state": "damaged"}
+
+
+def table_of(rows: list[tuple[Path, dict[str, Any]]], title: str) -> Table:
+    """The runs that were begun, one a line, with the reason of those that went wrong."""
+    done = sum(status["state"] in DONE for _, status in rows)
+    table = Table(title=f"{done} of {len(rows)} runs done, {title}")
+    for name in ("run", "state", "step", "reward", "slot change", "time left", "reason"):
+        table.add_column(name, justify="left" if name in ("run", "state", "reason") else "right")
+    for folder, status in rows:
+        if status["state"] != "missing":
+            table.add_row(name_of(folder), status["state"], *cells(status), str(status.get("reason", "")))
+    return table
 
 
 def name_of(folder: Path) -> str:

@@ -200,6 +200,15 @@ def test_figures_are_drawn_without_torch(sweep):
     assert (results / "s" / "figures" / "reward.png").stat().st_size > 10_000
 
 
+def test_status_shows_where_runs_stand(sweep, tmp_path):
+    script = str(Path(FIGURES).parent / "status.py")
+    done = subprocess.run([sys.executable, script, str(sweep[0] / "s")], capture_output=True, text=True)
+    assert "4 of 4 runs done" in done.stdout
+    assert done.stdout.count("finished") == 4
+    done = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, "no runs below" in done.stderr) == (2, True)
+
+
 def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     """The middle run is killed from outside; the other two finish, and it is reported."""
     command = [
