@@ -10,6 +10,7 @@ import torch
 from moe_rl.models.tokenizer import character_tokenizer
 from tests.models import tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL 1.16 calls transformers by old names
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
 needs_trl = pytest.mark.skipif(WITHOUT_TRL, reason="TRL is not installed: pip install 'moe_rl[trl]'")
 

@@ -5,6 +5,7 @@
     trainer.train()
 
 Written for the methods of TRL 1.16: another minor version is refused, since what is overridden here is not public.
+Tried in one process, without PEFT, vLLM or sharding of the model.
 """
 
 from __future__ import annotations
