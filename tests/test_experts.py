@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import random_trace_like, tiny, tokens
 
 from moe_rl import record, replay
 from moe_rl.models import experts
 from moe_rl.models.build import Checkpoint, Tiny, _set_experts_implementation
 from tests import megablocks_doubles
-from tests.models import random_trace_like, tiny, tokens
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import sys
 
 import pytest
 import torch
+from models import tiny
 
 from moe_rl.models.tokenizer import character_tokenizer
-from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL 1.16 calls transformers by old names
-WITHOUT_TRL = importlib.util.find_spec("trl") is None
-needs_trl = pytest.mark.skipif(WITHOUT_TRL, reason="TRL is not installed: pip install 'moe_rl[trl]'")
 
 
 def test_without_trl_the_error_names_the_extra(monkeypatch):
@@ -22,7 +20,6 @@ def test_without_trl_the_error_names_the_extra(monkeypatch):
         importlib.import_module("moe_rl.integrations.trl")
 
 
-@needs_trl
 def test_another_minor_version_of_trl_is_refused(monkeypatch):
     monkeypatch.setattr("trl.__version__", "1.17.0")
     monkeypatch.delitem(sys.modules, "moe_rl.integrations.trl", raising=False)
@@ -83,7 +80,6 @@ def replaying():
     return RoutingReplayGRPOTrainer
 
 
-@needs_trl
 def test_drift_is_logged_per_optimizer_step_and_is_zero_until_weights_move(tmp_path):
     from moe_rl.integrations.trl import RoutingDriftCallback
 
@@ -106,7 +102,6 @@ def test_drift_is_logged_per_optimizer_step_and_is_zero_until_weights_move(tmp_p
     assert_same_weights(measured, train(tmp_path, **warm))  # measuring changes nothing
 
 
-@needs_trl
 def test_experts_receive_the_old_policys_ids_in_training_and_in_recomputation(tmp_path, replaying):
     from moe_rl.integrations.trl import EXPERT_IDS, VALID
 
@@ -150,7 +145,6 @@ def test_experts_receive_the_old_policys_ids_in_training_and_in_recomputation(tm
     assert moved == [False, True, False, True]
 
 
-@needs_trl
 def test_activation_checkpointing_does_not_change_replayed_training(tmp_path, replaying):
     on, off = (train(tmp_path, replaying, activation_checkpointing=value) for value in (True, False))
     assert on.model.is_activation_checkpointing
@@ -158,7 +152,6 @@ def test_activation_checkpointing_does_not_change_replayed_training(tmp_path, re
     assert_same_weights(on, off)
 
 
-@needs_trl
 def test_replay_changes_training_from_the_second_update_on_and_the_first_not_at_all(tmp_path, replaying):
     for steps, same in ((1, True), (2, False)):
         replayed, plain = train(tmp_path, replaying, max_steps=steps), train(tmp_path, max_steps=steps)
@@ -166,7 +159,6 @@ def test_replay_changes_training_from_the_second_update_on_and_the_first_not_at_
         assert all(torch.equal(one, other) for one, other in pairs) == same
 
 
-@needs_trl
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_one_update_a_generation_is_plain_grpo_bit_for_bit(tmp_path, replaying, accumulation):
     shape = {"steps_per_generation": accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 2}
@@ -175,7 +167,6 @@ def test_one_update_a_generation_is_plain_grpo_bit_for_bit(tmp_path, replaying, 
     assert_same_weights(replayed, plain)
 
 
-@needs_trl
 def test_a_batch_that_lost_its_routing_raises(tmp_path, replaying):
     class Forgetful(replaying):
         def _prepare_inputs(self, batch):
@@ -186,7 +177,6 @@ def test_a_batch_that_lost_its_routing_raises(tmp_path, replaying):
         train(tmp_path, Forgetful)
 
 
-@needs_trl
 def test_routing_that_was_not_shuffled_with_its_tokens_raises(tmp_path, replaying):
     class Shuffling(replaying):
         def _prepare_inputs(self, batch):
@@ -198,7 +188,6 @@ def test_routing_that_was_not_shuffled_with_its_tokens_raises(tmp_path, replayin
         train(tmp_path, Shuffling)
 
 
-@needs_trl
 def test_dense_models_are_refused(tmp_path, replaying, monkeypatch):
     monkeypatch.setitem(globals(), "tiny", lambda **settings: tiny_dense())
     with pytest.raises(RuntimeError, match="no MoE layers"):
