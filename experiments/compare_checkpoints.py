@@ -1,11 +1,11 @@
-"""What changed in the routing between two checkpoints, on the same text; options: moe_rl/checkpoint_comparison.py.
+"""What changed in the routing between two checkpoints, on the same text; options: moe_rl/comparison/settings.py.
 
 python experiments/compare_checkpoints.py old=<folder or hub id> new=<folder or hub id> text=<file.txt|file.jsonl|task>
 """
 
 import sys
 
-from moe_rl.checkpoint_comparison import main
+from moe_rl.comparison import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.policy import routing_of
 from moe_rl.records import Rollouts, RoutingError, RoutingTrace
+from moe_rl.traces import TraceWriter
 
 POSITION_BINS = 10
 
@@ -169,11 +171,6 @@ class DriftMeter:
             tokens.references["old"] = tokens.references["previous"]
             tokens.history[:] = [tokens.references["old"]]
 
-    def traced(self, step: int) -> bool:
-        """Whether the rollouts' routing of this step is to be written; they are then the first of `sets`."""
-        every = self.settings.trace_every
-        return bool(every and self.sets and self.sets[0].name == "rollout" and step % every == 0)
-
     def after_update(self, step: int, update: int) -> list[dict[str, Any]]:
         """Rows of the table `drift`: each token set against each of its references."""
         rows = []
@@ -184,6 +181,20 @@ class DriftMeter:
             tokens.references["previous"] = new
             tokens.history.append(new)
         return rows
+
+    def write_traces(self, folder: Path, step: int) -> None:
+        """Write the rollouts' routing in this step to traces/step_<step>.parquet, if `trace_every` names the step."""
+        if not self.settings.trace_every or step % self.settings.trace_every:
+            return
+        for tokens in self.sets:
+            if tokens is not self.probe:
+                old = tokens.history[0]
+                path, kind = folder / "traces" / f"step_{step:05d}.parquet", type(self.model).__name__
+                with TraceWriter(path, old.layer_names, old.num_experts, old.top_k, kind) as writer:
+                    for trace in tokens.history:
+                        writer.add(
+                            trace, tokens.attention_BS, step=step, sequences=tokens.rows, tokens_BS=tokens.tokens_BS
+                        )
 
     def _routing(self, sets: list[TokenSet], source: str, update: int) -> list[RoutingTrace]:
         """The present routing of each token set.

@@ -26,7 +26,6 @@ from moe_rl.records import Rollouts
 from moe_rl.routers.base import changes_routing, install
 from moe_rl.store import RunWriter
 from moe_rl.tasks.base import overlap
-from moe_rl.trace_sampling import write_step
 from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
 
 EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
@@ -88,8 +87,8 @@ def run(
                     if (comparison["tokens"], comparison["reference"]) == ("rollout", "previous"):
                         changes.append(sum(comparison["slot_change"]) / len(comparison["slot_change"]))
             row["drift_s"] += clock.lap()
-        if drift and drift.traced(step):
-            write_step(writer.folder, step, drift.sets[0], type(model).__name__)
+        if drift:
+            drift.write_traces(writer.folder, step)
         progress["queries"] += len(rollouts)
         progress["tokens"] += int(rollouts.response_BT.sum())
         row |= {"queries": progress["queries"], "tokens": progress["tokens"]} | describe(rollouts, batches)

@@ -14,16 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe_rl import checkpoint_comparison, comparison_figures
-from moe_rl.checkpoint_comparison import compare_checkpoints, main, require_same_architecture
-from moe_rl.comparison_numbers import COLUMNS, LEGEND, pooled
-from moe_rl.comparison_settings import Comparison, ComparisonError
+from moe_rl.comparison import Comparison, ComparisonError, compare_checkpoints, figures, main
+from moe_rl.comparison.measuring import require_same_architecture
+from moe_rl.comparison.numbers import COLUMNS, LEGEND, pooled
 from moe_rl.drift import compare
-from moe_rl.models.build import Tiny
+from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.policy import routing_of
 from moe_rl.records import RoutingTrace
-from moe_rl.trace_layouts import padded
-from moe_rl.traces import TraceHeader, read_traces
+from moe_rl.traces import TraceHeader, padded, read_traces
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"layers": 3, "hidden_size": 32, "experts": 8, "top_k": 2, "expert_size": 16, "initializer_range": 0.2}
@@ -57,7 +55,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(comparison_figures, "draw_all", lambda *args: [])
+    monkeypatch.setattr(figures, "draw_all", lambda *args: [])
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def compared(folders, tmp_path_factory):
     """(table by layer, output folder) of one comparison, without figures."""
     out = tmp_path_factory.mktemp("compared") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison_figures, "draw_all", lambda *args: [])
+        patch.setattr(figures, "draw_all", lambda *args: [])
         return run(folders, out, router_logits="true", min_occurrences=4), out
 
 
@@ -86,11 +84,11 @@ def test_as_a_user_would(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "slot change" in done.stdout
-    figures = [f"{name}.{kind}" for name in ("drift", "load", "co_activation") for kind in ("png", "svg")]
-    files = ["comparison.json", "layers.csv", "numbers.parquet", "new.traces.parquet", "old.traces.parquet", *figures]
+    pictures = [f"{name}.{kind}" for name in ("drift", "load", "co_activation") for kind in ("png", "svg")]
+    files = ["comparison.json", "layers.csv", "numbers.parquet", "new.traces.parquet", "old.traces.parquet", *pictures]
     assert sorted(path.name for path in out.iterdir()) == sorted(files)
     assert [path.name for path in out.parent.iterdir()] == ["comparison"]
-    for name in figures[::2]:
+    for name in pictures[::2]:
         assert len(np.unique(matplotlib.image.imread(out / name)[..., :3].reshape(-1, 3), axis=0)) > 20
     facts = json.loads((out / "comparison.json").read_text())
     assert (facts["num_layers"], facts["top_k"], facts["num_experts"]) == (3, 2, 8)
@@ -163,14 +161,14 @@ def test_the_batch_size_changes_no_routing_in_float32(folders, tmp_path, undrawn
 
 def test_one_model_is_in_memory_at_a_time(folders, tmp_path, undrawn, monkeypatch):
     alive = []
-    build = checkpoint_comparison.Checkpoint.build
+    build = Checkpoint.build
 
     def counted(self, seed):
         gc.collect()
         alive.append(sum(issubclass(type(thing), PreTrainedModel) for thing in gc.get_objects()))
         return build(self, seed)
 
-    monkeypatch.setattr(checkpoint_comparison.Checkpoint, "build", counted)
+    monkeypatch.setattr(Checkpoint, "build", counted)
     run(folders, tmp_path / "out", sequences=1)
     assert alive[1] == alive[0]
 

@@ -11,14 +11,21 @@ import pytest
 import torch
 from models import sets_differ, tiny, tokens
 
-from moe_rl import traces as module
 from moe_rl.policy import routing_of
 from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingError, RoutingTrace
 from moe_rl.replaying import replay
-from moe_rl.trace_layouts import from_layout, merge_turns, padded, to_pandas
-from moe_rl.trace_sampling import write_step
-from moe_rl.traces import TraceError, TraceWriter, read_header, read_traces
+from moe_rl.traces import (
+    TraceError,
+    TraceWriter,
+    files,
+    from_layout,
+    merge_turns,
+    padded,
+    read_header,
+    read_traces,
+    to_pandas,
+)
 
 NAMES = ("model.layers.1.mlp.gate", "model.layers.2.mlp.gate", "model.layers.3.mlp.gate")
 
@@ -120,7 +127,7 @@ def test_rows_are_chosen_by_step_sequence_pass_and_update(tmp_path):
 def test_many_row_groups_read_like_one(tmp_path, monkeypatch):
     trace, attention = random_trace(batch=30)
     whole = contents(write(tmp_path / "one.parquet", trace, attention))
-    monkeypatch.setattr(module, "ROW_GROUP_BYTES", 100)
+    monkeypatch.setattr(files, "ROW_GROUP_BYTES", 100)
     path = write(tmp_path / "many.parquet", trace, attention)
     assert pq.ParquetFile(path).num_row_groups > 5
     assert contents(path) == whole
@@ -128,7 +135,7 @@ def test_many_row_groups_read_like_one(tmp_path, monkeypatch):
 
 
 def test_a_writer_holds_one_row_group_however_long_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(files, "ROW_GROUP_BYTES", 1000)
     trace, attention = random_trace()
     with writer_for(tmp_path / "t.parquet", trace) as writer:
         held = []
@@ -436,8 +443,9 @@ def test_a_step_is_kept_with_its_passes_updates_and_rollout_numbers(tmp_path):
     meter.begin_step(4, rollouts)
     model.model.layers[0].mlp.gate.weight.data.neg_()
     meter.after_update(4, 1)
-    assert [step for step in range(1, 5) if meter.traced(step)] == [2, 4]
-    write_step(tmp_path, 4, meter.sets[0], type(model).__name__)
+    for step in range(1, 5):
+        meter.write_traces(tmp_path, step)
+    assert sorted(os.listdir(tmp_path / "traces")) == ["step_00002.parquet", "step_00004.parquet"]
     path = tmp_path / "traces" / "step_00004.parquet"
     rows = list(read_traces(path))
     assert [(r.source, r.update, r.sequence) for r in rows] == [

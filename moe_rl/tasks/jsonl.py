@@ -105,12 +105,17 @@ def read_examples(path: str, setting: str) -> list[Example]:
     return examples
 
 
-def _parse(line: str, where: str) -> Example:
+def parse_json(line: str, where: str) -> Any:
+    """What a line says. ValueError, beginning with `where`, for one that is not JSON."""
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise ValueError(f"{where}: not JSON ({reason}); write one object a line") from error
+
+
+def _parse(line: str, where: str) -> Example:
+    row = parse_json(line, where)
     if not isinstance(row, dict):
         raise ValueError(f"{where}: holds {type(row).__name__}; write an object with id, prompt and answer")
     if set(row) != {"id", "prompt", "answer"}:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_rl.comparison_settings import ComparisonError
+from moe_rl.comparison.settings import ComparisonError, refusing
 from moe_rl.discovery import variants
 from moe_rl.models.tokenizer import encode
 from moe_rl.tasks.base import Task
+from moe_rl.tasks.jsonl import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,13 +43,11 @@ def read_texts(source: str, count: int) -> list[tuple[str, str]]:
 
 
 def _parse(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ComparisonError(f"{where}: not JSON ({reason}); write one object a line") from error
-    keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "answer")
-    parts = [row[key] for key in keys if isinstance(row, dict) and isinstance(row.get(key), str)]
+    with refusing():
+        row = parse_json(line, where)
+    row = row if isinstance(row, dict) else {}
+    keys = ("text",) if "text" in row else ("prompt", "answer")
+    parts = [row[key] for key in keys if isinstance(row.get(key), str)]
     if len(parts) != len(keys) or not "".join(parts).strip():
         raise ComparisonError(f'{where}: write an object with a "text", or with a "prompt" and an "answer"')
     return "".join(parts)
@@ -59,10 +57,8 @@ def _of_task(name: str, count: int) -> list[tuple[str, str]]:
     kinds = variants("moe_rl.tasks", Task)
     if name not in kinds:
         raise ComparisonError(f"text is {name!r}; give a file .txt or .jsonl, or a task: {', '.join(sorted(kinds))}")
-    try:
+    with refusing(f"text={name}: "):
         examples = kinds[name]().examples("eval", count, SEED)
-    except ValueError as error:
-        raise ComparisonError(f"text={name}: {error}") from error
     return [(f"{name} {example.id}", example.prompt + example.answer) for example in examples]
 
 
@@ -71,24 +67,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[str, str]], 
 
     ComparisonError for characters that it does not know: their routing would be that of another token.
     """
-    sequences = []
     for where, text in texts:
-        try:
+        with refusing(f"{where}: "):
             encode(tokenizer, text)
-        except ValueError as error:
-            raise ComparisonError(f"{where}: {error}") from error
-        sequences.append(list(tokenizer(text)["input_ids"])[:max_tokens])
-    return sequences
+    return [list(tokenizer(text)["input_ids"])[:max_tokens] for _, text in texts]
 
 
 def require_same(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> None:
     """ComparisonError, with the first token that differs, unless both tokenizers have one vocabulary."""
-    vocabularies = [tokenizer.get_vocab() for tokenizer in (old, new)]
-    if vocabularies[0] == vocabularies[1]:
-        return
-    ids = [{number: token for token, number in vocabulary.items()} for vocabulary in vocabularies]
-    first = next(number for number in sorted(ids[0].keys() | ids[1].keys()) if ids[0].get(number) != ids[1].get(number))
-    raise ComparisonError(
-        f"old and new have different tokenizers ({len(vocabularies[0])} and {len(vocabularies[1])} tokens, the first "
-        f"to differ is {first}: {ids[0].get(first)!r} and {ids[1].get(first)!r}); compare checkpoints of one tokenizer"
-    )
+    a, b = ({number: token for token, number in tokenizer.get_vocab().items()} for tokenizer in (old, new))
+    first = next((number for number in sorted(a.keys() | b.keys()) if a.get(number) != b.get(number)), None)
+    if first is not None:
+        raise ComparisonError(
+            f"old and new have different tokenizers ({len(a)} and {len(b)} tokens, the first to differ is {first}: "
+            f"{a.get(first)!r} and {b.get(first)!r}); compare checkpoints of one tokenizer"
+        )

@@ -7,7 +7,6 @@ by the caller, rows that the system did not have are declared, and whatever does
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,13 +15,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_rl.records import RoutingError, RoutingTrace, id_dtype
-from moe_rl.trace_format import SequenceTrace
+from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.traces.format import SequenceTrace
 
-MISSING = ("none", "zeros", "minus_one")
+FILLERS = {"none": None, "zeros": 0, "minus_one": -1}
 CONFLICTS = ("raise", "earlier", "later")
 
 
+# ------------------------------------------------------------------------------------------------------ stored records
 def padded(records: Iterable[SequenceTrace], attention_BS: Tensor | None = None) -> RoutingTrace:
     """Records of one pass as a batch: on the real columns of `attention_BS`, else from column 0, padded on the right.
 
@@ -33,19 +33,9 @@ def padded(records: Iterable[SequenceTrace], attention_BS: Tensor | None = None)
     if len(kinds) != 1:
         passes = sorted({(record.source, record.update) for record in records})
         raise RoutingError(f"{len(records)} records of passes {passes} make no batch; choose one source and update")
-    lengths = torch.tensor([len(record.valid_T) for record in records])
-    if attention_BS is None:
-        attention_BS = torch.arange(int(lengths.max())) < lengths[:, None]
-    real_BS = attention_BS.bool().cpu()
-    if real_BS.sum(1).tolist() != lengths.tolist():
-        raise RoutingError(f"records of {lengths.tolist()} tokens do not fit a mask of {real_BS.sum(1).tolist()}")
-    header = records[0].header
-    ids = torch.zeros(*real_BS.shape, len(header.layer_names), header.top_k, dtype=id_dtype(header.num_experts))
-    valid_BS = torch.zeros_like(real_BS)
-    ids[real_BS] = torch.from_numpy(np.concatenate([record.expert_ids_TLK for record in records])).to(ids.dtype)
-    valid_BS[real_BS] = torch.from_numpy(np.concatenate([record.valid_T for record in records]))
-    source, update = records[0].source, records[0].update
-    return RoutingTrace(ids, valid_BS, header.layer_names, header.num_experts, source, update)
+    ids = [record.expert_ids_TLK for record in records]
+    valid_BS, ids_BSLK = _placed(ids, [record.valid_T for record in records], attention_BS)
+    return RoutingTrace.from_ids(ids_BSLK, valid_BS, *kinds.pop())
 
 
 def to_pandas(records: Iterable[SequenceTrace]) -> pd.DataFrame:
@@ -54,29 +44,37 @@ def to_pandas(records: Iterable[SequenceTrace]) -> pd.DataFrame:
     position counts the sequence's real tokens and layer the MoE layers, both from 0. expert is missing (NA) where the
     routing is unknown, token_id where no tokens were written.
     """
-    frames = []
+    columns = ["step", "update", "pass", "sequence", "position", "token_id", "layer", "slot", "expert"]
+    frames = [pd.DataFrame(columns=columns)] if not (records := list(records)) else []
     for record in records:
-        T, L, K = record.expert_ids_TLK.shape
-        position, layer, slot = (axis.ravel() for axis in np.indices((T, L, K)))
+        position, layer, slot = (axis.ravel() for axis in np.indices(record.expert_ids_TLK.shape))
         expert = pd.array(record.expert_ids_TLK.ravel(), dtype="Int16")
         expert[~record.valid_T[position]] = pd.NA
         tokens = record.token_ids_T
-        frame = {
-            "step": record.step,
-            "update": record.update,
-            "pass": record.source,
-            "sequence": record.sequence,
-            "position": position,
-            "token_id": pd.array([pd.NA] * (T * L * K) if tokens is None else tokens[position], dtype="Int64"),
-            "layer": layer,
-            "slot": slot,
-            "expert": expert,
-        }
-        frames.append(pd.DataFrame(frame))
-    columns = ["step", "update", "pass", "sequence", "position", "token_id", "layer", "slot", "expert"]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
+        token_id = pd.array([pd.NA] * len(position) if tokens is None else tokens[position], dtype="Int64")
+        values = (record.step, record.update, record.source, record.sequence, position, token_id, layer, slot, expert)
+        frames.append(pd.DataFrame(dict(zip(columns, values, strict=True))))
+    return pd.concat(frames, ignore_index=True)
 
 
+def _placed(
+    ids: Sequence[np.ndarray], valid: Sequence[np.ndarray], attention_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(valid_BS, ids_BSLK int64) of sequences [T, L, K] and [T], on the real columns of a mask, else from column 0."""
+    lengths = torch.tensor([len(part) for part in valid])
+    if attention_BS is None:
+        attention_BS = torch.arange(int(lengths.max())) < lengths[:, None]
+    real_BS = attention_BS.bool().cpu()
+    if real_BS.sum(1).tolist() != lengths.tolist():
+        raise RoutingError(f"sequences of {lengths.tolist()} tokens do not fit a mask of {real_BS.sum(1).tolist()}")
+    valid_BS = torch.zeros_like(real_BS)
+    valid_BS[real_BS] = torch.from_numpy(np.concatenate(valid))
+    ids_BSLK = torch.zeros(*real_BS.shape, *ids[0].shape[1:], dtype=torch.int64)
+    ids_BSLK[real_BS] = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    return valid_BS, ids_BSLK
+
+
+# ------------------------------------------------------------------------------------------------------ foreign arrays
 def from_layout(
     arrays: Any,
     token_counts: Sequence[int],
@@ -104,35 +102,29 @@ def from_layout(
     RoutingError for another number of rows or layers, for known rows that name an expert twice or one that does not
     exist, and for rows of which only some layers are missing.
     """
-    if missing not in MISSING:
-        raise RoutingError(f"missing is {missing!r}; choose one of {', '.join(MISSING)}")
+    if missing not in FILLERS:
+        raise RoutingError(f"missing is {missing!r}; choose one of {', '.join(FILLERS)}")
     parts = _sequences(arrays, token_counts, "arrays")
     known = [np.ones(len(part), bool) for part in parts]
     if valid is not None:
         known = [part.astype(bool) for part in _sequences(valid, token_counts, "valid")]
-    top_k = parts[0].shape[-1]
+    _, width, top_k = parts[0].shape
     if top_k == 1 and valid is None and missing != "minus_one":
-        raise RoutingError(
-            "with K = 1 a row of zeros may be a choice of expert 0; say with valid= which rows are known"
-        )
-    slots = _slots(layer_names, parts[0].shape[1], num_decoder_layers)
-    width = max(token_counts) if attention_BS is None else attention_BS.shape[1]
-    counts = torch.tensor(list(token_counts))
-    real_BS = torch.arange(width) < counts[:, None] if attention_BS is None else attention_BS.bool().cpu()
-    if real_BS.sum(1).tolist() != counts.tolist():
-        raise RoutingError(f"sequences of {counts.tolist()} tokens do not fit a mask of {real_BS.sum(1).tolist()}")
-    ids_BSLK = torch.zeros(len(parts), width, len(slots), top_k, dtype=torch.int64)
-    valid_BS = torch.zeros_like(real_BS)
-    for row, (part, part_known, count) in enumerate(zip(parts, known, token_counts, strict=True)):
-        if len(part) not in (count, count - 1) or len(part_known) != len(part):
+        raise RoutingError("with K = 1 a row of zeros may be a choice of expert 0; say with valid= which rows count")
+    filler = None if missing == "zeros" and top_k == 1 else FILLERS[missing]
+    slots = _slots(layer_names, width, num_decoder_layers)
+    ids, trusted = [], []
+    for number, (part, known_T, count) in enumerate(zip(parts, known, token_counts, strict=True)):
+        short = count - len(part)
+        if short not in (0, 1) or len(known_T) != len(part):
             raise RoutingError(
-                f"sequence {row} has {count} tokens, {len(part)} rows of routing and {len(part_known)} of validity; "
+                f"sequence {number} has {count} tokens, {len(part)} rows of routing and {len(known_T)} of validity; "
                 f"{count} or {count - 1} belong together"
             )
         ids_TLK = part[:, slots].astype(np.int64)
-        columns = real_BS[row].nonzero().flatten()[: len(part)]
-        ids_BSLK[row, columns] = torch.from_numpy(ids_TLK)
-        valid_BS[row, columns] = torch.from_numpy(part_known & ~_missing_rows(ids_TLK, part_known, missing, row))
+        ids.append(np.pad(ids_TLK, [(0, short), (0, 0), (0, 0)]))
+        trusted.append(np.pad(known_T & ~_missing_rows(ids_TLK, known_T, filler, number), (0, short)))
+    valid_BS, ids_BSLK = _placed(ids, trusted, attention_BS)
     return RoutingTrace.from_ids(ids_BSLK, valid_BS, layer_names, num_experts, source, update)
 
 
@@ -148,12 +140,12 @@ def _sequences(arrays: Any, token_counts: Sequence[int], name: str) -> list[np.n
                 f"{name} of shape {whole.shape} cannot be cut into sequences of {list(token_counts)} tokens; "
                 "give a list of [rows, layers, K], one a sequence"
             )
-        ends = np.cumsum([count - (short > 0) for count in token_counts])
-        parts = np.split(whole, ends[:-1])
-    if len(parts) != len(token_counts) or len({part.shape[1:] for part in parts}) != 1:
+        parts = np.split(whole, np.cumsum([count - (short > 0) for count in token_counts])[:-1])
+    shapes = sorted({part.shape[1:] for part in parts})
+    if len(parts) != len(token_counts) or len(shapes) != 1:
         raise RoutingError(
-            f"{name}: {len(parts)} sequences of shapes {sorted({part.shape[1:] for part in parts})} [layers, K] came "
-            f"with {len(token_counts)} token counts; all must have the same layers and K"
+            f"{name}: {len(parts)} parts of shapes {shapes} [layers, K] came with {len(token_counts)} token counts; "
+            "all must have the same layers and K"
         )
     for part in parts:
         if part.dtype.kind not in "iub":
@@ -172,7 +164,7 @@ def _slots(layer_names: Sequence[str], width: int, num_decoder_layers: int | Non
         )
     slots = []
     for name in layer_names:
-        numbers = [int(part) for part in re.split(r"\.", name) if part.isdigit()]
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1 or numbers[0] >= width:
             raise RoutingError(f"{name!r} does not say which of {width} decoder layers it is; pass MoE layers only")
         slots += numbers
@@ -181,18 +173,17 @@ def _slots(layer_names: Sequence[str], width: int, num_decoder_layers: int | Non
     return slots
 
 
-def _missing_rows(ids_TLK: np.ndarray, known_T: np.ndarray, missing: str, sequence: int) -> np.ndarray:
+def _missing_rows(ids_TLK: np.ndarray, known_T: np.ndarray, filler: int | None, sequence: int) -> np.ndarray:
     """[T]: rows that hold the filler in every layer. RoutingError where a known row holds it in some layers only."""
-    if missing == "none" or (missing == "zeros" and ids_TLK.shape[2] == 1):
-        return np.zeros(len(ids_TLK), bool)
-    filled_TL = (ids_TLK == (0 if missing == "zeros" else -1)).all(-1)
-    partly = filled_TL.any(1) & ~filled_TL.all(1) & known_T
-    if partly.any():
+    filled_TL = (ids_TLK == filler).all(-1) if filler is not None else np.zeros(ids_TLK.shape[:2], bool)
+    filled_T = np.all(filled_TL, axis=1)
+    partly_T = filled_TL.any(1) & ~filled_T & known_T
+    if partly_T.any():
         raise RoutingError(
-            f"sequence {sequence}, row {int(partly.argmax())}: routing is missing in some layers and there in others; "
+            f"sequence {sequence}, row {int(partly_T.argmax())}: routing is missing in some layers and not in others; "
             "mark the row invalid with valid="
         )
-    return filled_TL.all(1)
+    return filled_T
 
 
 def merge_turns(turns: Sequence[RoutingTrace], conflict: str = "raise") -> RoutingTrace:
@@ -205,25 +196,21 @@ def merge_turns(turns: Sequence[RoutingTrace], conflict: str = "raise") -> Routi
     if conflict not in CONFLICTS:
         raise RoutingError(f"conflict is {conflict!r}; choose one of {', '.join(CONFLICTS)}")
     width = max(turn.valid_BS.shape[1] for turn in turns)
-    everywhere = torch.ones(len(turns[0].valid_BS), width, dtype=torch.bool, device=turns[0].valid_BS.device)
-    merged = turns[0].aligned_to(everywhere)
+    everywhere_BS = turns[0].valid_BS.new_ones(len(turns[0].valid_BS), width)
+    merged = dataclasses.replace(turns[0].aligned_to(everywhere_BS), router_logits_BSLE=None)
     for number, turn in enumerate(turns[1:], start=2):
         if (turn.layer_names, turn.num_experts, turn.top_k) != (merged.layer_names, merged.num_experts, merged.top_k):
             raise RoutingError(f"turn {number} is of another model than the turns before it")
-        turn = turn.aligned_to(everywhere)
-        both_BS = merged.valid_BS & turn.valid_BS
-        sets = [trace.expert_ids_BSLK.long().sort(-1).values for trace in (merged, turn)]
-        differ_BS = both_BS & (sets[0] != sets[1]).flatten(2).any(-1)
+        turn = turn.aligned_to(everywhere_BS)
+        before, after = (trace.expert_ids_BSLK.long().sort(-1).values for trace in (merged, turn))
+        differ_BS = merged.valid_BS & turn.valid_BS & (before != after).flatten(2).any(-1)
         if conflict == "raise" and differ_BS.any():
             sequence, column = differ_BS.nonzero()[0].tolist()
             raise RoutingError(
                 f"turn {number} knows other experts than an earlier turn at {int(differ_BS.sum())} tokens, first in "
                 f"sequence {sequence}, column {column}; were they the same tokens? set conflict to keep one"
             )
-        take_BS = turn.valid_BS & ~merged.valid_BS
-        if conflict == "later":
-            take_BS = take_BS | differ_BS
+        take_BS = turn.valid_BS & ~merged.valid_BS | (differ_BS if conflict == "later" else False)
         ids = torch.where(take_BS[:, :, None, None], turn.expert_ids_BSLK, merged.expert_ids_BSLK)
-        valid_BS = merged.valid_BS | turn.valid_BS
-        merged = dataclasses.replace(merged, expert_ids_BSLK=ids, valid_BS=valid_BS, router_logits_BSLE=None)
-    return dataclasses.replace(merged, router_logits_BSLE=None)
+        merged = dataclasses.replace(merged, expert_ids_BSLK=ids, valid_BS=merged.valid_BS | turn.valid_BS)
+    return merged

@@ -5,10 +5,7 @@
     for record in read_traces("traces.parquet", step=3, source="new"):
         record.expert_ids_TLK
 
-Columns: step, update, pass (rollout, old, new), sequence, expert_ids (bytes of [T, L, K], little-endian), valid (T
-bytes of 0 or 1), token_ids (T integers, or none), crc32 (over the row). The file's metadata names the format, L, K, E,
-the layers, the id dtype, the model class and the library versions, and holds the number of rows and a checksum over
-them: a damaged file is an error, never another number. T is the number of real tokens of a sequence.
+What a file is made of: traces/format.py.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from torch import Tensor
 
 from moe_rl.provenance import versions
 from moe_rl.records import RoutingTrace, id_dtype
-from moe_rl.trace_format import (
+from moe_rl.traces.format import (
     FORMAT,
     HEADER,
     HEADER_CRC,
@@ -44,8 +41,6 @@ from moe_rl.trace_format import (
     chain,
     row_crc,
 )
-
-__all__ = ["SequenceTrace", "TraceError", "TraceHeader", "TraceWriter", "read_header", "read_traces"]
 
 ROW_GROUP_BYTES = 8 * 2**20  # what a writer holds in memory
 
@@ -76,14 +71,9 @@ class TraceWriter:
             raise TraceError(f"cannot write {self.path}: {error.strerror}; choose another place") from error
         # No arrow schema: it would repeat the parquet one, and a second copy can contradict the first.
         self.writer = pq.ParquetWriter(
-            self.file,
-            SCHEMA,
-            compression="zstd",
-            use_dictionary=["pass"],
-            write_statistics=False,
-            store_schema=False,
+            self.file, SCHEMA, compression="zstd", use_dictionary=["pass"], write_statistics=False, store_schema=False,
             write_page_checksum=True,
-        )
+        )  # fmt: skip
 
     def add(
         self,
@@ -99,34 +89,30 @@ class TraceWriter:
         sequences: their numbers within the step, default 0, 1, ... Update and pass are the trace's own. RoutingError
         for a trace of another model, an impossible row (see RoutingTrace.check), or shapes that disagree.
         """
-        header = self.header
-        have = (trace.layer_names, trace.num_experts, trace.top_k)
-        if have != (header.layer_names, header.num_experts, header.top_k):
-            raise TraceError(
-                f"{self.path} holds {header.top_k} of {header.num_experts} experts in {len(header.layer_names)} layers "
-                f"({header.layer_names[0]}, ...), the trace {trace.top_k} of {trace.num_experts} in "
-                f"{trace.num_layers} ({trace.layer_names[0]}, ...); write each model to a file of its own"
-            )
+        B = len(attention_BS)
+        kinds = [(x.top_k, x.num_experts, x.layer_names) for x in (self.header, trace)]
+        if kinds[0] != kinds[1]:
+            file, given = (f"{K} of {E} experts in {len(names)} layers ({names[0]}, ...)" for K, E, names in kinds)
+            raise TraceError(f"{self.path} holds {file}, the trace {given}; write each model to a file of its own")
         trace = trace.aligned_to(attention_BS.to(trace.valid_BS.device))
         trace.check()
-        numbers = list(range(len(attention_BS))) if sequences is None else list(sequences)
-        if len(numbers) != len(attention_BS) or (tokens_BS is not None and tokens_BS.shape != attention_BS.shape):
+        numbers = range(B) if sequences is None else sequences
+        if len(numbers) != B or (tokens_BS is not None and tokens_BS.shape != attention_BS.shape):
             raise TraceError(
-                f"a trace of {len(attention_BS)} sequences came with {len(numbers)} sequence numbers and tokens of "
-                f"shape {None if tokens_BS is None else tuple(tokens_BS.shape)}; give one number and one row each"
+                f"a trace of {B} sequences came with {len(numbers)} sequence numbers and tokens of shape "
+                f"{None if tokens_BS is None else tuple(tokens_BS.shape)}; give one number and one row each"
             )
         ids_BSLK = trace.expert_ids_BSLK.masked_fill(~trace.valid_BS[:, :, None, None], 0).cpu().numpy()
         valid_BS, real_BS = trace.valid_BS.cpu().numpy(), attention_BS.bool().cpu().numpy()
         tokens = None if tokens_BS is None else tokens_BS.cpu().numpy()
-        for row, sequence in enumerate(numbers):
-            real = real_BS[row]
+        for row, (sequence, real) in enumerate(zip(numbers, real_BS, strict=True)):
             self._append(
                 {
                     "step": step,
                     "update": trace.update,
                     "pass": trace.source,
                     "sequence": sequence,
-                    "expert_ids": np.ascontiguousarray(ids_BSLK[row][real], header.numpy_dtype).tobytes(),
+                    "expert_ids": np.ascontiguousarray(ids_BSLK[row][real], self.header.numpy_dtype).tobytes(),
                     "valid": valid_BS[row][real].astype(np.uint8).tobytes(),
                     "token_ids": None if tokens is None else tokens[row][real].astype(np.int32),
                 }
@@ -161,13 +147,11 @@ class TraceWriter:
             self.writer.close()
             self.file.flush()
             os.fsync(self.file.fileno())
-            self.file.close()
             if kind is None:
                 os.replace(self.temporary, self.path)
         finally:
             self.file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.temporary)
+            self.temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -189,16 +173,28 @@ def read_traces(
     Raises TraceError, naming the file, for one that is missing, damaged, cut off, or written by a newer version.
     """
     wanted = {"step": step, "update": update, "pass": source, "sequence": sequence}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    with _opened(path) as file:
-        header, groups = _header(path, file)[0], _matching_groups(path, file, wanted)
+
+    def matches(row: dict[str, Any]) -> bool:
+        return all(value is None or row[name] == value for name, value in wanted.items())
+
+    with _opened(path) as file:  # the whole index is found sound before the first row is given out
+        header, expected = _header(path, file)
+        crc = count = 0
+        groups = []
+        for group in range(file.num_row_groups):
+            index = file.read_row_group(group, columns=list(INDEX)).to_pylist()
+            for row in index:
+                crc, count = chain(crc, row), count + 1
+            groups += [group] if any(map(matches, index)) else []
+        if (count, crc) != expected:
+            raise TraceError(
+                f"{path} is damaged: its {count} rows do not match the checksum over {expected[0]}; write it again"
+            )
 
     def rows() -> Iterator[SequenceTrace]:
         with _opened(path) as file:
             for group in groups:
-                for row in file.read_row_group(group).to_pylist():
-                    if all(row[name] == value for name, value in wanted.items()):
-                        yield _record(path, header, row)
+                yield from (_record(path, header, r) for r in file.read_row_group(group).to_pylist() if matches(r))
 
     return rows()
 
@@ -217,8 +213,8 @@ def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
         raise TraceError(f"{path} is damaged, cut off or no trace file ({reason}); write it again") from error
 
 
-def _header(path: str | Path, file: pq.ParquetFile) -> tuple[TraceHeader, int, int]:
-    """(header, rows, checksum of the index) as the metadata say."""
+def _header(path: str | Path, file: pq.ParquetFile) -> tuple[TraceHeader, tuple[int, int]]:
+    """The header, and (rows, checksum of the index), as the metadata say."""
     about = file.metadata.metadata or {}
     if VERSION not in about:
         raise TraceError(f"{path} is a parquet file, but no trace file, or it is damaged")
@@ -228,38 +224,21 @@ def _header(path: str | Path, file: pq.ParquetFile) -> tuple[TraceHeader, int, i
         raise TraceError(f"{path} is damaged: its metadata do not match their checksum; write it again")
     facts = json.loads(about[HEADER])
     facts["layer_names"] = tuple(facts["layer_names"])
-    rows, crc = facts.pop("rows"), facts.pop("index_crc32")
-    return TraceHeader(**facts), rows, crc
-
-
-def _matching_groups(path: str | Path, file: pq.ParquetFile, wanted: dict[str, Any]) -> list[int]:
-    """Row groups with a wanted row, once the whole index has been found sound."""
-    _, rows, expected = _header(path, file)
-    crc = count = 0
-    found = []
-    for group in range(file.num_row_groups):
-        index = file.read_row_group(group, columns=list(INDEX)).to_pylist()
-        for row in index:
-            crc, count = chain(crc, row), count + 1
-        if any(all(row[name] == value for name, value in wanted.items()) for row in index):
-            found.append(group)
-    if (count, crc) != (rows, expected):
-        raise TraceError(f"{path} is damaged: its {count} rows do not match the checksum over {rows}; write it again")
-    return found
+    expected = facts.pop("rows"), facts.pop("index_crc32")
+    return TraceHeader(**facts), expected
 
 
 def _record(path: str | Path, header: TraceHeader, row: dict[str, Any]) -> SequenceTrace:
-    T, L, K = len(row["valid"]), len(header.layer_names), header.top_k
-    if row_crc(row) != row["crc32"] or len(row["expert_ids"]) != T * L * K * header.numpy_dtype.itemsize:
+    shape = (len(row["valid"]), len(header.layer_names), header.top_k)
+    if row_crc(row) != row["crc32"] or len(row["expert_ids"]) != np.prod(shape) * header.numpy_dtype.itemsize:
         raise TraceError(f"{path} is damaged at step {row['step']}, sequence {row['sequence']}; write it again")
-    tokens = row["token_ids"]
     return SequenceTrace(
         header,
         row["step"],
         row["update"],
         row["pass"],
         row["sequence"],
-        np.frombuffer(row["expert_ids"], header.numpy_dtype).reshape(T, L, K),
+        np.frombuffer(row["expert_ids"], header.numpy_dtype).reshape(shape),
         np.frombuffer(row["valid"], np.uint8).astype(bool),
-        None if tokens is None else np.array(tokens, dtype=np.int64),
+        None if row["token_ids"] is None else np.array(row["token_ids"], dtype=np.int64),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,22 @@ class ComparisonError(ValueError):
     """A comparison that cannot be made as asked; the message says what to do."""
 
 
+@contextlib.contextmanager
+def refusing(prefix: str = "") -> Iterator[None]:
+    """Turn what somebody else refuses with a ValueError into a ComparisonError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ComparisonError(f"{prefix}{error}") from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What is compared, and how.
 
-    text: see comparison_texts.read_texts. sequences: texts used at most. max_tokens: of each text. batch_size,
-    noise_sequences: sequences a forward, and for the noise floor. min_occurrences: rarer token ids are left out of the
-    vocabulary specialisation. router_logits: also measure the routers' entropy. out: a new folder.
+    text: see texts.read_texts. sequences: texts used at most. max_tokens: of each text. batch_size, noise_sequences:
+    sequences a forward, and for the noise floor. min_occurrences: rarer token ids are left out of the vocabulary
+    specialisation. router_logits: also measure the routers' entropy. out: a new folder.
     """
 
     old: str = ""
@@ -70,13 +80,7 @@ class Comparison:
 
     def checkpoint(self, name: str) -> Checkpoint:
         """`old` or `new`. ComparisonError for settings that no checkpoint can have."""
-        revision = getattr(self, f"{name}_revision")
-        try:
-            return Checkpoint(
-                path=getattr(self, name),
-                revision=revision,
-                dtype=self.dtype,
-                experts_implementation=self.experts_implementation,
-            )
-        except ValueError as error:
-            raise ComparisonError(str(error)) from error
+        path, revision = getattr(self, name), getattr(self, f"{name}_revision")
+        implementation = self.experts_implementation
+        with refusing():
+            return Checkpoint(path=path, revision=revision, dtype=self.dtype, experts_implementation=implementation)

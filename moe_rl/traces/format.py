@@ -1,4 +1,10 @@
-"""What a trace file is made of: columns, metadata and checksums. `moe_rl.traces` writes and reads it."""
+"""What a trace file is made of: columns, metadata and checksums.
+
+Columns: step, update, pass (rollout, old, new), sequence, expert_ids (bytes of [T, L, K], little-endian), valid (T
+bytes of 0 or 1), token_ids (T integers, or none), crc32 (over the row). The file's metadata names the format, L, K, E,
+the layers, the id dtype, the model class and the library versions, and holds the number of rows and a checksum over
+them: a damaged file is an error, never another number. T is the number of real tokens of a sequence.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +21,17 @@ from moe_rl.records import RoutingError
 FORMAT = 1
 HEADER, HEADER_CRC, VERSION = b"moe_rl.trace", b"moe_rl.trace.crc32", b"moe_rl.trace.format"
 INDEX = ("step", "update", "pass", "sequence", "crc32")
-SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int32(), nullable=False),
-        pa.field("update", pa.int32(), nullable=False),
-        pa.field("pass", pa.string(), nullable=False),
-        pa.field("sequence", pa.int64(), nullable=False),
-        pa.field("expert_ids", pa.binary(), nullable=False),
-        pa.field("valid", pa.binary(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32())),
-        pa.field("crc32", pa.uint32(), nullable=False),
-    ]
-)
+COLUMNS = {
+    "step": pa.int32(),
+    "update": pa.int32(),
+    "pass": pa.string(),
+    "sequence": pa.int64(),
+    "expert_ids": pa.binary(),
+    "valid": pa.binary(),
+    "token_ids": pa.list_(pa.int32()),
+    "crc32": pa.uint32(),
+}
+SCHEMA = pa.schema([pa.field(name, kind, nullable=name == "token_ids") for name, kind in COLUMNS.items()])
 
 
 class TraceError(RoutingError):
@@ -69,9 +74,8 @@ class SequenceTrace:
 def row_crc(row: dict[str, Any]) -> int:
     """CRC-32 over everything that a row says."""
     tokens = row["token_ids"]
-    crc = zlib.crc32(
-        struct.pack("<iiqi?", *(row[k] for k in INDEX[:2]), row["sequence"], len(row["valid"]), tokens is None)
-    )
+    numbers = (row["step"], row["update"], row["sequence"], len(row["valid"]), tokens is None)
+    crc = zlib.crc32(struct.pack("<iiqi?", *numbers))
     for part in (row["pass"].encode(), row["expert_ids"], row["valid"]):
         crc = zlib.crc32(part, crc)
     return crc if tokens is None else zlib.crc32(np.asarray(tokens, "<i4").tobytes(), crc)
