@@ -1,0 +1,38 @@
+"""Runs on disk: the only bridge between training and figures. Imports no torch.
+
+    results/<study>/<arm>/<knob=value,...>/seed_<n>/
+        config.yaml     the resolved config: the run's identity
+        run.json        what it ran on: versions, commit, machine, model size, L, K, E
+        status.json     state (running, finished, diverged, failed), progress, reason; replaced atomically
+        steps.jsonl     one line a step      \
+        updates.jsonl   one line an update    >  columns: LEGEND
+        drift.jsonl     one line a comparison /
+        traces/         routing of some rollouts at some steps, if drift.trace_every says so
+        policy/         the trained model, if launch.keep_policy says so
+        checkpoint.safetensors   the state after the last whole step, while the run is not finished
+        lock            held by the process that writes; the kernel frees it when that process dies
+
+A second launch of a finished run does nothing, of one that was cut off goes on from its checkpoint, of a failed one
+starts it again; with another config it is refused.
+"""
+
+from moe_rl.store.format import (
+    DONE,
+    LEGEND,
+    LONGEST_NAME,
+    QUANTILES,
+    TABLES,
+    StoreError,
+    differing_keys,
+    flatten,
+    read_json,
+    run_folder,
+)
+from moe_rl.store.reading import Study, read_study, read_table, run_folders, state_of
+from moe_rl.store.writing import RunWriter, check_config, open_run
+
+__all__ = [
+    "DONE", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "check_config",
+    "differing_keys", "flatten", "open_run", "read_json", "read_study", "read_table", "run_folder", "run_folders",
+    "state_of",
+]  # fmt: skip

@@ -1,0 +1,141 @@
+"""What lies in a results folder: columns, names, states, JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+FORMAT = 1
+DONE = ("finished", "diverged")
+LONGEST_NAME = 200  # file systems stop at 255 bytes
+TABLES = ("steps", "updates", "drift")
+
+LEGEND: dict[str, dict[str, str]] = {
+    "steps": {
+        "step": "rollout batch, from 1 (0 is the policy after the cold start)",
+        "reward": "mean reward of the step's sampled completions",
+        "reward_sd": "standard deviation of that reward over completions",
+        "exact": "share of completions that are exactly right",
+        "eval_reward": "mean reward on the evaluation prompts, one sampled completion each",
+        "eval_exact": "share exactly right on the evaluation prompts",
+        "equal_groups": "share of groups whose rewards are all equal (no gradient)",
+        "response_length": "mean response length, tokens",
+        "truncated": "share of completions cut off by the length limit",
+        "entropy": "mean entropy of the next-token distribution, nats",
+        "queries": "completions sampled so far",
+        "tokens": "response tokens sampled so far",
+        "rollout_s": "CPU seconds: sampling",
+        "old_pass_s": "CPU seconds: old logprobs and routing",
+        "update_s": "CPU seconds: gradient updates",
+        "drift_s": "CPU seconds: measuring drift",
+        "cpu_s": "CPU seconds since the run began",
+        "wall_s": "seconds since the run began",
+    },
+    "updates": {
+        "step": "rollout batch, from 1",
+        "update": "optimizer step within the batch, 1 to M",
+        "loss": "value of the policy loss",
+        "grad_norm": "gradient norm before clipping",
+        "lr": "learning rate",
+        "clip_frac": "share of tokens whose gradient is clipped away",
+        "clip_frac_sequences": "share of sequences with at least one clipped token",
+        "log_w_sd": "standard deviation of the token log ratio, nats",
+        "log_w_q": "quantiles .01 .05 .25 .5 .75 .95 .99 of the token log ratio, nats",
+        "log_s_sd": "standard deviation of the sequence log ratio, nats a token",
+        "log_s_q": "quantiles .01 .05 .25 .5 .75 .95 .99 of the sequence log ratio, nats a token",
+        "k3": "mean of w - 1 - log w over tokens: estimates KL(old || new), nats a token",
+    },
+    "drift": {
+        "step": "rollout batch, from 1",
+        "update": "optimizer step within the batch, 1 to M",
+        "tokens": "which tokens: rollout (this step's) or probe (fixed, the same for every arm)",
+        "reference": "compared with: old (before this batch), previous (before this update), start (after cold start)",
+        "n": "real tokens compared",
+        "slot_change": "per layer: share of expert slots that changed",
+        "set_change": "per layer: share of tokens whose expert set changed",
+        "deviation": "share of (token, layer) pairs with 0, 1, ... K changed experts",
+        "any_layer_change": "share of tokens with a changed set in some layer",
+        "changed_layers": "share of tokens with 0, 1, ... L changed layers",
+        "first_changed": "per layer: share of tokens whose first changed layer it is",
+        "by_position": "slot change by tenth of the real tokens of a sequence",
+    },
+}
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+
+
+class StoreError(RuntimeError):
+    """A results folder that cannot be used as asked; the message says what to do."""
+
+
+def to_json(value: Any) -> Any:
+    """JSON has no NaN: a non-finite number becomes the string that Python's float() reads back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """The reverse of `to_json`, for a value of a row."""
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`; StoreError names the file when it is damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} is damaged ({error}); delete the run's folder and run it again") from error
+    if not isinstance(value, dict):
+        raise StoreError(f"{path} holds {type(value).__name__} where an object belongs; delete the run's folder")
+    return value
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping -> {'a.b': leaf}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
+
+
+def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted keys at which two configs disagree, each with both values."""
+    a, b = flatten(one), flatten(other)
+    absent = "absent"
+    return [
+        f"{k} ({a.get(k, absent)} / {b.get(k, absent)})"
+        for k in sorted(a.keys() | b.keys())
+        if a.get(k, absent) != b.get(k, absent)
+    ]
+
+
+def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str, Any], seed: int) -> Path:
+    """Where a run lives. `knobs` are the settings that a launch varied, besides arm and seed.
+
+    Values are percent-encoded where they hold slashes and the like; a name that gets too long for a file system ends in
+    a digest instead.
+    """
+    middle = ",".join(f"{key}={quote(str(value), safe='+-._ ')}" for key, value in sorted(knobs.items())) or "default"
+    if len(middle) > LONGEST_NAME:
+        middle = f"{middle[: LONGEST_NAME - 17]}~{hashlib.blake2b(middle.encode(), digest_size=8).hexdigest()}"
+    for part in (study, arm):
+        if "/" in part or part in ("", ".", ".."):
+            raise StoreError(f"{part!r} cannot name a results folder; choose a name without slashes")
+    return Path(results_dir) / study / arm / middle / f"seed_{seed}"

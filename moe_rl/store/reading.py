@@ -1,0 +1,105 @@
+"""Studies read from disk as pandas tables, and how far each run is."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.store.format import DONE, FORMAT, LEGEND, TABLES, StoreError, from_json, read_json
+
+
+def state_of(folder: Path) -> str:
+    """missing, running, cut_off (says running, but nobody holds its lock), finished, diverged or failed."""
+    state = written_state(folder)
+    return "cut_off" if state == "running" and not _locked(folder) else state
+
+
+def written_state(folder: Path) -> str:
+    """The state as status.json has it: a run that was cut off still says running."""
+    path = folder / "status.json"
+    return read_json(path).get("state", "damaged") if path.exists() else "missing"
+
+
+def _locked(folder: Path) -> bool:
+    try:
+        with open(folder / "lock", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study read from disk. Every table carries the columns arm, knobs, seed; lists stay lists.
+
+    runs: one row a run: arm, knobs, seed, state, reason, folder and all of run.json.
+    steps, updates, drift: see LEGEND; runs that have not finished contribute the lines they have.
+    """
+
+    folder: Path
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    drift: pd.DataFrame
+
+
+def run_folders(study: str | Path) -> list[Path]:
+    """The run folders below a study, sorted by arm, knobs and seed number."""
+    found = [path.parent for path in Path(study).glob("*/*/seed_*/status.json")]
+    return sorted(found, key=lambda p: (p.parts[-3], p.parts[-2], int(p.name.removeprefix("seed_"))))
+
+
+def read_table(folder: Path, table: str) -> list[dict[str, Any]]:
+    """Rows of one table. The torn last line of a run that was cut off is dropped; any other damage is an error."""
+    path = folder / f"{table}.jsonl"
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n") and state_of(folder) not in DONE:
+                break
+            raise StoreError(
+                f"{path} line {number} is damaged ({error.msg}); delete {folder} and run it again"
+            ) from error
+        if not isinstance(row, dict) or row.keys() - LEGEND[table].keys():
+            raise StoreError(f"{path} line {number} is not a row of table {table}; delete {folder} and run it again")
+        rows.append(
+            {key: from_json(value) if key not in ("tokens", "reference") else value for key, value in row.items()}
+        )
+    return rows
+
+
+def read_study(folder: str | Path) -> Study:
+    """Read all runs of a study. Raises StoreError for an empty or damaged study."""
+    folder = Path(folder)
+    paths = run_folders(folder)
+    if not paths:
+        raise StoreError(f"no runs below {folder}; run  python experiments/train.py study=<name>  first")
+    runs: list[dict[str, Any]] = []
+    tables: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+    for path in paths:
+        facts = read_json(path / "run.json") if (path / "run.json").exists() else {}
+        if facts.get("format", FORMAT) > FORMAT:
+            raise StoreError(f"{path} has format {facts['format']}, this version reads {FORMAT}; update moe_rl")
+        status = read_json(path / "status.json")
+        key = {"arm": path.parts[-3], "knobs": path.parts[-2], "seed": int(path.name.removeprefix("seed_"))}
+        runs.append({**facts, **status, **key, "state": state_of(path), "folder": str(path)})
+        for table in TABLES:
+            tables[table].extend({**key, **row} for row in read_table(path, table))
+    return Study(
+        folder,
+        pd.DataFrame(runs),
+        *(pd.DataFrame(tables[t], columns=["arm", "knobs", "seed", *LEGEND[t]]) for t in TABLES),
+    )
