@@ -140,6 +140,7 @@ class DriftMeter:
     def __init__(self, model: PreTrainedModel, settings: DriftSettings, probe: tuple[Tensor, Tensor]):
         self.model, self.settings = model, settings
         self.sets: list[TokenSet] = []
+        self.changes: list[float] = []
         self.probe: TokenSet | None = None
         if settings.probe and settings.every:
             tokens, attention = probe[0][: settings.probe], probe[1][: settings.probe]
@@ -154,7 +155,7 @@ class DriftMeter:
 
     def begin_step(self, step: int, rollouts: Rollouts) -> None:
         """Note the routing of the old policy, before the step's first update."""
-        self.sets = []
+        self.sets, self.changes = [], []
         if not self.settings.every or step % self.settings.every:
             return
         if self.settings.rollouts:
@@ -176,11 +177,19 @@ class DriftMeter:
         rows = []
         for tokens, new in zip(self.sets, self._routing(self.sets, "new", update), strict=True):
             for reference, trace in tokens.references.items():
+                drift = compare(trace, new)
                 row = {"step": step, "update": update, "tokens": tokens.name, "reference": reference}
-                rows.append(row | compare(trace, new).row())
+                rows.append(row | drift.row())
+                if tokens is not self.probe and reference == "previous":
+                    self.changes.append(drift.slot_change)
             tokens.references["previous"] = new
             tokens.history.append(new)
         return rows
+
+    @property
+    def slot_change(self) -> float | None:
+        """Slot change of the rollouts in one update, mean over this step's updates so far; None if not measured."""
+        return sum(self.changes) / len(self.changes) if self.changes else None
 
     def write_traces(self, folder: Path, step: int) -> None:
         """Write the rollouts' routing in this step to traces/step_<step>.parquet, if `trace_every` names the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import math
@@ -44,66 +45,47 @@ def run(
 
     report: called with each row of the table `steps`.
     """
-    clock = Clock()
+    journal = Journal(e, writer, report)
     model, tokenizer, warmth = build_policy(e, cache_dir)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
-    progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
     if writer.resumes:
-        progress = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
-        clock.go_on(progress)
-        writer.rewind(progress["step"])
-        writer.describe_resumption(after_step=progress["step"], **provenance())
-        if drift:
-            drift.resume()
+        journal.go_on(checkpoint.load(writer.checkpoint, model, optimizer, schedule))
+        drift.resume()
     else:
         writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
-        report_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None, e, writer, report, clock)
-    for step in range(progress["step"] + 1, e.steps + 1):
-        clock.lap()
+        journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
+    for step in range(journal.progress["step"] + 1, e.steps + 1):
+        journal.begin_step()
         prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
         rollouts = sample(e, model, tokenizer, prompts, step)
         advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B)
-        row = {"step": step, "rollout_s": clock.lap()}
+        journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay)
-        row["old_pass_s"] = clock.lap()
-        if drift:
-            drift.begin_step(step, rollouts)
-        changes = []
-        row |= {"drift_s": clock.lap(), "update_s": 0.0}
+        journal.lap("old_pass_s")
+        drift.begin_step(step, rollouts)
+        journal.lap("drift_s")
         for number, batch in enumerate(batches, start=1):
             update = take_update(model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm)
             after_update(e, model)
-            row["update_s"] += clock.lap()
+            journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})
             if not (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])):
-                reason = f"loss {update['loss']}, gradient norm {update['grad_norm']} at step {step}, update {number}"
-                writer.status("diverged", step=step, steps=e.steps, reason=reason)
-                return "diverged"
-            if drift:
-                for comparison in drift.after_update(step, number):
-                    writer.append("drift", comparison)
-                    if (comparison["tokens"], comparison["reference"]) == ("rollout", "previous"):
-                        changes.append(sum(comparison["slot_change"]) / len(comparison["slot_change"]))
-            row["drift_s"] += clock.lap()
-        if drift:
-            drift.write_traces(writer.folder, step)
-        progress["queries"] += len(rollouts)
-        progress["tokens"] += int(rollouts.response_BT.sum())
-        row |= {"queries": progress["queries"], "tokens": progress["tokens"]} | describe(rollouts, batches)
+                return journal.diverged(step, number, update)
+            writer.append("drift", *drift.after_update(step, number))
+            journal.lap("drift_s")
+        drift.write_traces(writer.folder, step)
+        row = {"step": step, **journal.count(rollouts), **describe(rollouts, batches)}
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
             row |= evaluate(e, model, tokenizer, step)
-        slot_change = sum(changes) / len(changes) if changes else None
-        progress |= {"step": step, "shown": report_step(row, slot_change, e, writer, report, clock)} | clock.state()
+        journal.end_step(row, drift.slot_change)
         if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
-            checkpoint.save(writer.checkpoint, model, optimizer, schedule, progress)
+            checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress)
     if e.launch.keep_policy:
         model.save_pretrained(writer.folder / "policy")
         tokenizer.save_pretrained(writer.folder / "policy")
-    writer.status("finished", step=e.steps, steps=e.steps, **progress["shown"])
-    writer.checkpoint.unlink(missing_ok=True)
-    return "finished"
+    return journal.finished()
 
 
 def build_policy(e: Experiment, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
@@ -168,18 +150,17 @@ def check_lengths(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTo
         )
 
 
-def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DriftMeter | None:
-    """The drift meter, None for a dense model. Its probe: evaluation prompts with their right answers."""
-    if not find_routers(model):
-        return None
+def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DriftMeter:
+    """The drift meter; of a dense model it measures nothing. Its probe: evaluation prompts with their right answers."""
     examples = e.task.examples("eval", max(1, e.drift.probe), EVAL_SEED)
     tokens, attention, _ = lay_out(tokenizer, examples, [example.answer for example in examples])
-    return DriftMeter(model, e.drift, (tokens.to(model.device), attention.to(model.device)))
+    settings = e.drift if find_routers(model) else dataclasses.replace(e.drift, every=0)
+    return DriftMeter(model, settings, (tokens.to(model.device), attention.to(model.device)))
 
 
-def noise(drift: DriftMeter | None) -> dict[str, float]:
+def noise(drift: DriftMeter) -> dict[str, float]:
     """Slot change of the probe when only the way of computing changes: the floor below which drift means nothing."""
-    if drift is None or drift.probe is None:
+    if drift.probe is None:
         return {}
     rows = noise_floor(drift.model, drift.probe.tokens_BS, drift.probe.attention_BS)
     return {row["check"]: sum(row["slot_change"]) / len(row["slot_change"]) for row in rows}
@@ -224,24 +205,57 @@ def describe(rollouts: Rollouts, batches: list[MiniBatch]) -> dict[str, float]:
     }
 
 
-def report_step(
-    row: dict[str, Any],
-    slot_change: float | None,
-    e: Experiment,
-    writer: RunWriter,
-    report: Callable[[dict[str, Any]], None],
-    clock: Clock,
-) -> dict[str, Any]:
-    """Write a row of `steps`, and show where the run stands; returns the numbers shown.
+# ------------------------------------------------------------------------------------------------------------ accounts
+class Journal:
+    """What a run says of itself: the rows of `steps`, its status, and how long its parts took.
 
-    slot_change: mean per update of the step, if measured.
+    progress: the last whole step and what was counted until then; a checkpoint holds it.
     """
-    row |= clock.state()
-    writer.append("steps", row)
-    shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
-    writer.status("running", step=row["step"], steps=e.steps, **shown)
-    report(row | shown)
-    return shown
+
+    def __init__(self, e: Experiment, writer: RunWriter, report: Callable[[dict[str, Any]], None]):
+        self.steps, self.writer, self.report, self.clock = e.steps, writer, report, Clock()
+        self.progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
+        self.seconds: dict[str, float] = {}
+
+    def go_on(self, progress: dict[str, Any]) -> None:
+        """Continue what an earlier process wrote, from its last whole step."""
+        self.progress = progress
+        self.clock.go_on(progress)
+        self.writer.rewind(progress["step"])
+        self.writer.describe_resumption(after_step=progress["step"], **provenance())
+
+    def begin_step(self) -> None:
+        self.clock.lap()
+        self.seconds = {"rollout_s": 0.0, "old_pass_s": 0.0, "drift_s": 0.0, "update_s": 0.0}
+
+    def lap(self, part: str) -> None:
+        """Book the CPU seconds since the last lap to a column of `steps`."""
+        self.seconds[part] += self.clock.lap()
+
+    def count(self, rollouts: Rollouts) -> dict[str, int]:
+        """Completions and response tokens so far."""
+        self.progress["queries"] += len(rollouts)
+        self.progress["tokens"] += int(rollouts.response_BT.sum())
+        return {name: self.progress[name] for name in ("queries", "tokens")}
+
+    def end_step(self, row: dict[str, Any], slot_change: float | None) -> None:
+        """Write a row of `steps`, and show where the run stands. slot_change: mean per update, if measured."""
+        row |= self.seconds | self.clock.state()
+        self.writer.append("steps", row)
+        shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
+        self.writer.status("running", step=row["step"], steps=self.steps, **shown)
+        self.report(row | shown)
+        self.progress |= {"step": row["step"], "shown": shown} | self.clock.state()
+
+    def diverged(self, step: int, update: int, row: dict[str, Any]) -> str:
+        reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} at step {step}, update {update}"
+        self.writer.status("diverged", step=step, steps=self.steps, reason=reason)
+        return "diverged"
+
+    def finished(self) -> str:
+        self.writer.status("finished", step=self.steps, steps=self.steps, **self.progress["shown"])
+        self.writer.checkpoint.unlink(missing_ok=True)
+        return "finished"
 
 
 class Clock:

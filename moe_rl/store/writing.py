@@ -42,13 +42,14 @@ class RunWriter:
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
 
-    def append(self, table: str, row: Mapping[str, Any]) -> None:
-        """Add a row to steps, updates or drift. Unknown columns are refused: a typo must not become a metric."""
-        unknown = row.keys() - LEGEND[table].keys()
-        if unknown:
-            raise StoreError(f"table {table} has no column {sorted(unknown)}; add it to store.LEGEND")
+    def append(self, table: str, *rows: Mapping[str, Any]) -> None:
+        """Add rows to steps, updates or drift. Unknown columns are refused: a typo must not become a metric."""
+        for row in rows:
+            unknown = row.keys() - LEGEND[table].keys()
+            if unknown:
+                raise StoreError(f"table {table} has no column {sorted(unknown)}; add it to store.LEGEND")
         with open(self.folder / f"{table}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(to_json(row)) + "\n")
+            file.writelines(json.dumps(to_json(row)) + "\n" for row in rows)
 
     def describe(self, **facts: Any) -> None:
         """Write run.json: what this run ran on."""
