@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from moe_rl.models.families import RouterSite
 from moe_rl.records import RoutingError
@@ -94,8 +94,14 @@ def around(
     """
     active: list[Selection | None] = []
 
+    def drop_leftovers() -> None:
+        """A KeyboardInterrupt in a router runs no hooks: what it left in force must answer nothing more."""
+        for selection in [selection for selection in active if selection is not None and _take_off(selection)]:
+            active.remove(selection)
+
     def before(module: nn.Module, args: Any) -> None:
         if module is site.module:
+            drop_leftovers()
             selection = enter()
             if selection is not None:
                 selection.__enter__()
@@ -114,7 +120,20 @@ def around(
         return leave(selection, output)
 
     return [
+        drop_leftovers,
         site.module.register_forward_pre_hook(before).remove,
         # Prepended, so that the last to enter is the first to leave.
         site.module.register_forward_hook(after, prepend=True, always_call=True).remove,
     ]
+
+
+def _take_off(selection: Selection) -> bool:
+    """Take a selection out of the modes in force in this thread, wherever it stands; False if it is not among them."""
+    if not any(mode is selection for mode in _get_current_function_mode_stack()):
+        return False
+    above = []
+    while (mode := _pop_mode()) is not selection:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+    return True

@@ -7,10 +7,13 @@ import torch
 from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 from test_record import forward
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from moe_rl import RoutingTrace, record, replay
 from moe_rl.models.families import find_routers
 from moe_rl.records import RoutingError
+from moe_rl.routers.base import install
+from moe_rl.routers.binned import Binned
 
 
 def traced(model, ids, mask):
@@ -286,6 +289,30 @@ def test_an_exception_inside_the_block_restores_the_model():
     broken.remove()
     assert torch.equal(forward(model, ids, mask).logits, logits)
     assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("variant", [False, True])
+def test_an_interrupt_inside_a_router_leaves_nothing_in_force(variant, monkeypatch):
+    """A KeyboardInterrupt runs no forward hooks; a choice still in force would answer the top-k of any model."""
+    model, (ids, mask) = tiny(), tokens()
+    foreign = random_trace_like(traced(model, ids, mask)[0])
+    other = tiny(seed=1)
+    natural = forward(other, ids, mask).logits
+    if variant:
+        install(model, Binned())
+    before = forward(model, ids, mask).logits
+    router = find_routers(model)[1].module
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(router, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt), replay(model, foreign):
+            forward(model, ids, mask)
+    assert torch.equal(forward(model, ids, mask).logits, before)
+    assert torch.equal(forward(other, ids, mask).logits, natural)
+    assert not _get_current_function_mode_stack()
 
 
 def test_replaying_a_model_twice_at_once_is_refused():
