@@ -103,12 +103,15 @@ class RoutingTrace:
         """The trace over the columns of `mask_BS`, valid only where that mask is True.
 
         Columns that were never forwarded (the last sampled token) become invalid, never a made-up id. RoutingError for
-        another number of sequences, and where known columns would be cut off.
+        another number of sequences, where known columns would be cut off, and where left padding is known: then the
+        trace and the mask number their columns differently.
         """
         B, S = mask_BS.shape
         have_B, have_S = self.valid_BS.shape
         if have_B != B or self.valid_BS[:, S:].any():
             raise RoutingError(f"a trace of {have_B} sequences x {have_S} columns does not fit a mask of {B} x {S}")
+
+        refuse_shifted(self.valid_BS, mask_BS.to(self.valid_BS.device).bool())
 
         def fit(tensor: Tensor) -> Tensor:
             return torch.cat([tensor[:, :S], tensor.new_zeros(B, max(0, S - have_S), *tensor.shape[2:])], 1)
@@ -139,6 +142,23 @@ class RoutingTrace:
             expert_ids_BSLK=torch.cat([trace.expert_ids_BSLK for trace in traces]),
             valid_BS=torch.cat([trace.valid_BS for trace in traces]),
             router_logits_BSLE=torch.cat(logits) if len(logits) == len(traces) else None,
+        )
+
+
+def refuse_shifted(known_BS: Tensor, real_BS: Tensor) -> None:
+    """RoutingError where routing is known left of a sequence's first real token: it belongs to other columns.
+
+    real_BS: the attention mask, of columns from the first on. On the right more may be known than is real: generate
+    goes on with the rows that have ended.
+    """
+    S = min(known_BS.shape[1], real_BS.shape[1])
+    padding_BS = (real_BS.cumsum(1) == 0) & real_BS.any(1, keepdim=True)
+    shifted_B = (known_BS[:, :S] & padding_BS[:, :S]).any(1)
+    if shifted_B.any():
+        row = int(shifted_B.nonzero()[0])
+        raise RoutingError(
+            f"the trace knows routing in the left padding of {int(shifted_B.sum())} sequences (first: {row}): its "
+            "columns are not those of the mask; record with the same padding and attention mask"
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.forwards import Call, ForwardWatch, in_backward
-from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.records import RoutingError, RoutingTrace, refuse_shifted
 from moe_rl.selection import Selection, around
 
 
@@ -161,6 +161,8 @@ class _Plan:
                 "select its rows with trace[rows] and widen it with trace.aligned_to(mask)"
             )
         columns = slice(call.past, call.past + call.width)
+        if call.past == 0 and call.valid_BS is not None:
+            refuse_shifted(trace.valid_BS, call.valid_BS.to(trace.valid_BS.device))
         ids_LNK = trace.expert_ids_BSLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
         valid_N = trace.valid_BS[:, columns].reshape(-1)
         return cls(ids_LNK, valid_N, trace.layer_names, call.batch, call.width)

@@ -345,6 +345,23 @@ def test_a_reference_model_is_replayed_only_if_asked():
     assert kl(True, False) > 1e-4
 
 
+def test_a_trace_whose_columns_are_shifted_by_padding_is_refused():
+    """Routing written from column 0 over left-padded rows would be replayed by the neighbours of its tokens."""
+    model, (ids, mask) = tiny(), tokens(padded=False)
+    trace, _ = traced(model, ids, mask)
+    pad = torch.nn.functional.pad
+    padded_ids, padded_mask = pad(ids, (3, 0)), pad(mask, (3, 0))
+    with pytest.raises(RoutingError, match=r"left padding of 4 sequences"):
+        trace.aligned_to(padded_mask)
+    everywhere = trace.aligned_to(torch.ones_like(padded_mask))
+    with pytest.raises(RoutingError, match=r"left padding of 4 sequences"), replay(model, everywhere):
+        forward(model, padded_ids, padded_mask)
+    shorter = pad(mask[:, :-2], (0, 2))  # known behind the end of a row: what generate leaves of rows that ended early
+    with replay(model, trace):
+        forward(model, ids, shorter)
+    assert torch.equal(trace.aligned_to(shorter).valid_BS, shorter.bool())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_works_inside_generate(family):
     model, (ids, mask) = tiny(family), tokens(3, 5)
