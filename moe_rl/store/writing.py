@@ -48,8 +48,9 @@ class RunWriter:
             unknown = row.keys() - LEGEND[table].keys()
             if unknown:
                 raise StoreError(f"table {table} has no column {sorted(unknown)}; add it to store.LEGEND")
-        with open(self.folder / f"{table}.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(to_json(row)) + "\n" for row in rows)
+        if rows:  # a table without rows has no file
+            with open(self.folder / f"{table}.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(to_json(row)) + "\n" for row in rows)
 
     def describe(self, **facts: Any) -> None:
         """Write run.json: what this run ran on."""
