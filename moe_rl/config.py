@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from moe_rl import discovery
+from moe_rl.advantage import ADVANTAGES
 from moe_rl.cold_start import ColdStart
 from moe_rl.drift import DriftSettings
 from moe_rl.engines.base import Engine
@@ -38,9 +39,10 @@ def settings_of(group: str) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Arm:
-    """A compared method: a policy loss and what its training forwards replay."""
+    """A compared method: a policy loss, its advantages, and what its training forwards replay."""
 
     policy_loss: Any = "???"
+    advantage: str = "group_std"
     replay: str = "none"
 
 
@@ -101,6 +103,7 @@ class Experiment:
     eval_prompts: int
     eval_every: int
     policy_loss: PolicyLoss
+    advantage: str
     replay: str
     model: Tiny | Checkpoint
     router: Router
@@ -115,7 +118,7 @@ class Experiment:
     def label(self) -> str:
         """The arm's name in results: what runs, not what it was called."""
         suffix = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3"}[self.replay]
-        return type(self.policy_loss).__module__.rpartition(".")[2] + suffix
+        return self.policy_loss.name(self.advantage) + suffix
 
 
 def config_folder() -> str:
@@ -149,6 +152,7 @@ def build(config: DictConfig) -> Experiment:
     experiment = Experiment(
         **values,
         policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
+        advantage=config.arm.advantage,
         replay=config.arm.replay,
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
     )
@@ -179,6 +183,8 @@ def _check(e: Experiment) -> None:
             f"{e.prompts} prompts x {e.completions} completions = {sequences} sequences do not divide into "
             f"{e.updates} updates; change prompts, completions or updates"
         )
+    if e.advantage not in ADVANTAGES:
+        raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
     if e.launch.checkpoint_every < 0:

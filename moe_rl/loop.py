@@ -59,7 +59,7 @@ def run(
         journal.begin_step()
         prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
         rollouts = sample(e, model, tokenizer, prompts, step)
-        advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B)
+        advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay)
@@ -112,6 +112,7 @@ def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
     train = e.task.examples("train", e.prompts * e.steps, e.seed)
     return {
         "label": e.label,
+        "advantage": e.advantage,
         "replay": e.replay,
         "num_layers": len(sites),
         "num_experts": max((site.num_experts for site in sites), default=0),

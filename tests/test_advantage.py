@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.advantage import equal_group_share, group_advantages
+from moe_rl.advantage import ADVANTAGES, equal_group_share, group_advantages
 
 
 def test_numbers_by_hand():
@@ -14,6 +14,23 @@ def test_numbers_by_hand():
     got = group_advantages(rewards, groups)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_numbers_by_hand_without_the_standard_deviation():
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 0.0, 1.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    got = group_advantages(rewards, groups, "group_mean")
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx([-0.5, 0.5, 0, 0, 0.2, 0.2, 0.2, -0.8, 0.2])
+    # 0 - 2/3, 1 - 1/3, .5 - .5 twice; 1 - 3/4, and 0 - 1
+    got = group_advantages(rewards, groups, "leave_one_out")
+    assert got.tolist() == pytest.approx([-2 / 3, 2 / 3, 0, 0, 0.25, 0.25, 0.25, -1, 0.25])
+    assert group_advantages(rewards, groups).tolist() == group_advantages(rewards, groups, "group_std").tolist()
+
+
+def test_an_unknown_advantage_is_refused():
+    with pytest.raises(ValueError, match="'best'; choose one of group_std, group_mean, leave_one_out"):
+        group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), "best")
 
 
 def test_two_completions_have_advantages_of_one_half_root_2():
@@ -46,13 +63,14 @@ def test_advantages_of_a_group_sum_to_0_and_do_not_see_other_groups():
     assert torch.equal(got[:3], group_advantages(rewards[:3], groups[:3]))
 
 
+@pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1 + 0.2, 0.7, 1 / 3])
-def test_e11_a_group_of_equal_rewards_has_advantage_exactly_0(reward, dtype):
+def test_e11_a_group_of_equal_rewards_has_advantage_exactly_0(reward, dtype, kind):
     for size in (2, 3, 7, 10):  # the mean of equal floats need not be that float
         rewards = torch.tensor([reward] * size + [0.0, 1.0], dtype=dtype)
         groups = torch.tensor([0] * size + [1, 1])
-        got = group_advantages(rewards, groups)
+        got = group_advantages(rewards, groups, kind)
         assert got[:size].tolist() == [0.0] * size
         assert got[size] < 0 < got[size + 1]
 

@@ -52,6 +52,13 @@ REFUSED = {
     "model.top_k=64": "top_k is 64, more than the 32 experts",
     "completions=1": "completions is 1.*2 or more",
     "updates=3": "256 sequences do not divide into 3 updates",
+    "arm.advantage=best": "'best'; choose one of group_std, group_mean, leave_one_out",
+    "arm=sapo arm.policy_loss.tau_negative=0": "tau_negative 0.0 must be above 0",
+    "arm=cispo arm.policy_loss.clip_high=-1": "clip_high is -1.0; the weight is at most",
+    "arm=gmpo arm.policy_loss.clip_low=-0.1": "clip bounds low -0.1 and high 0.4 are impossible",
+    "arm=dr_grpo arm.policy_loss.length=0": "length is 0.0; sums over tokens are divided by it",
+    "arm=cispo arm.policy_loss.clip_low=0.2": "'clip_low' not in 'Cispo'",
+    "model=tiny_dense arm=grpo_r3": "arm.replay=rollout needs MoE layers",
     "arm.replay=sometimes": "'sometimes'; choose one of none, old_policy, rollout",
     "router=binned router.width=-1": "width is -1.0",
     "model=tiny_dense arm=grpo_routing_replay": "needs MoE layers; a dense model runs with arm.replay=none",
@@ -115,7 +122,7 @@ def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
 def test_help_and_config_are_readable(monkeypatch, capsys):
     code, out, _ = train_here(monkeypatch, capsys, "--help")
     assert code == 0
-    assert "grpo, grpo_routing_replay, gspo" in out
+    assert "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_r3, grpo_routing_replay, gspo" in out
     assert "router: balanced, binned" in out
     code, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
     assert "clip_high: 0.27" in out

@@ -99,6 +99,7 @@ def train(tmp_path_factory):
             "activation_checkpointing": False, "eval_prompts": 0, "eval_every": 0, "model": SMALL, "router": Native(),
             "task": Vowels(), "engine": Hf(max_new_tokens=6), "optim": Optim(lr=3e-3),
             "drift": DriftSettings(rollouts=4, probe=4), "cold_start": ColdStart(steps=0), "launch": Launch(),
+            "advantage": "group_std",
         }  # fmt: skip
         experiment = Experiment(**settings | ARMS[arm] | changes)
         folder = tmp_path / str(next(counter))

@@ -7,10 +7,18 @@ import pytest
 import torch
 
 from moe_rl import discovery
+from moe_rl.advantage import ADVANTAGES
 from moe_rl.policy_losses.base import ClippedLoss, PolicyLoss, sequence_mean, token_log_ratio
+from moe_rl.policy_losses.cispo import Cispo
+from moe_rl.policy_losses.dapo import Dapo
+from moe_rl.policy_losses.dr_grpo import DrGrpo
+from moe_rl.policy_losses.gmpo import Gmpo
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
 from moe_rl.policy_losses.gspo_token import GspoToken
+from moe_rl.policy_losses.minirl import Minirl
+from moe_rl.policy_losses.reinforce import Reinforce
+from moe_rl.policy_losses.sapo import Sapo
 from moe_rl.records import PolicyBatch
 from moe_rl.update import clip_columns
 
@@ -35,6 +43,12 @@ def evaluate(loss, new, old, mask, advantages, num_sequences=None, num_tokens=No
     return output.loss.item(), new.grad, output.clipped_BT
 
 
+def bounded(loss, low, high):
+    """The loss with these clip bounds, as far as it has any."""
+    bounds = {"clip_low": low, "clip_high": high}
+    return dataclasses.replace(loss, **{name: value for name, value in bounds.items() if hasattr(loss, name)})
+
+
 def random_batch(seed=0, B=6, T=7, spread=0.3):
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(B, T, dtype=torch.float64, generator=generator) * 3
@@ -54,6 +68,38 @@ TABLE = [
     (GspoToken(clip_low=3e-4, clip_high=4e-4), GSPO_PAPER),
     (Grpo(clip_low=0.2, clip_high=0.2), (-0.2533941, [-0.1841952, -0.1364551, 0, 0], GRPO_ROW_1)),
     (Grpo(clip_low=0.2, clip_high=0.27), (-0.2569612, [-0.1841952, -0.1364551, -0.2035671, 0], GRPO_ROW_1)),
+    (
+        Dapo(),
+        (-0.1438936, [-0.1578816, -0.1169615, -0.1744861, 0], [0.0872431, 0.0646312, 0.0964185, 0]),
+    ),
+    (
+        Cispo(),
+        (-0.0381323, [-0.1578816, -0.1169615, -0.1744861, 0], [0.0872431, 0.0646312, 0.0964185, 0.0478800]),
+    ),
+    (
+        Sapo(),
+        (-0.5388884, [-0.1836867, -0.1353403, -0.2010927, 0], [0.0753155, 0.0564114, 0.0815827, 0.0406646]),
+    ),
+    (Gmpo(), GSPO_WIDE),
+    (
+        Gmpo(clip_low=0.05, clip_high=0.05),
+        (-0.2073153, [0, -0.1612027, 0, 0], [0.0690732, 0, 0.0690732, 0]),
+    ),
+    # By hand. Ratios w of row 0: 1.1051709 .8187308 1.2214028; of row 1: 1.2214028 .9048374 1.3498588 .6703200.
+    # Row 0 gains 1.1051709 + .8187308 + 1.2 (clipped), row 1 -.5 (1.2214028 + .9048374 + 1.3498588 + .8 (clipped)):
+    # .9858522 in all; over 2 sequences and length 4. Gradients: -w A / 8 where not clipped.
+    (
+        DrGrpo(length=4),
+        (-0.1232315, [-0.1381464, -0.1023414, 0, 0], [0.0763377, 0.0565523, 0.0843662, 0]),
+    ),
+    # sum of w A log pi: -1.1051709 - 2 x .8187308 - .5 x 1.2214028 = -3.3533339 in row 0; in row 1, its last token
+    # masked (.67 < .8), -.5 (-.7 x 1.2214028 - 1.1 x .9048374 - 3 x 1.3498588) = 2.9499397. Over 2 sequences.
+    (
+        Minirl(),
+        (0.2016971, [-0.5525855, -0.4093654, -0.6107014, 0], [0.3053507, 0.2262094, 0.3374647, 0]),
+    ),
+    # -(1 (-1 - 2 - .5) - .5 (-.7 - 1.1 - 3 - 2)) / 2 = .05, whatever the old policy said.
+    (Reinforce(), (0.05, [-0.5, -0.5, -0.5, 0], [0.25] * 4)),
 ]
 
 
@@ -108,9 +154,12 @@ def test_e2_default_bounds_suit_each_loss_and_clipping_is_counted_per_token_and_
 def test_one_token_in_one_sequence_has_the_same_ratio_under_every_loss():
     new, old, mask = double([[-1.0]]), double([[-1.05]]), torch.ones(1, 1, dtype=torch.bool)
     for kind in LOSSES.values():
-        value, grad, _ = evaluate(kind(clip_low=0.2, clip_high=0.2), new, old, mask, double([2.0]))
-        assert value == pytest.approx(-2 * math.exp(0.05))
+        if kind.ratio == "none" or kind is Sapo:  # no ratio; a gate on it, in the table above
+            continue
+        value, grad, _ = evaluate(bounded(kind(), 0.2, 0.2), new, old, mask, double([2.0]))
         assert grad.item() == pytest.approx(-2 * math.exp(0.05))
+        if not kind.surrogate:
+            assert value == pytest.approx(-2 * math.exp(0.05))
 
 
 @pytest.mark.parametrize("kind", [Gspo, GspoToken])
@@ -126,9 +175,14 @@ def test_e7_a_long_sequence_does_not_collapse(kind):
 
 
 # ------------------------------------------------------------------------------------------------------------- contract
-def reinforce(mask, advantages, per_token):
-    """Gradient of -A grad log pi: mean over sequences of the mean over tokens, or mean over all tokens."""
-    count = mask.sum() if per_token else mask.sum(1, keepdim=True).clamp(min=1) * mask.any(1).sum()
+def policy_gradient(loss, mask, advantages):
+    """Gradient of -A log pi under the loss's own reduction."""
+    sequences = mask.any(1).sum()
+    count = {
+        "sequence_mean": mask.sum(1, keepdim=True).clamp(min=1) * sequences,
+        "token_mean": mask.sum(),
+        "token_sum": sequences * getattr(loss, "length", 1),
+    }[loss.reduction]
     return -(advantages[:, None] * mask) / count
 
 
@@ -138,25 +192,49 @@ def loss(request):
 
 
 def test_every_file_is_found():
-    assert {"grpo", "gspo", "gspo_token"} <= LOSSES.keys()
+    tested = {type(loss) for loss, _ in TABLE}
+    assert tested <= set(LOSSES.values())
+    assert {"grpo", "gspo", "gspo_token", "dr_grpo", "dapo", "cispo", "sapo", "gmpo", "minirl"} <= LOSSES.keys()
 
 
-def test_e9_at_ratio_1_a_loss_is_minus_the_advantage_and_its_gradient_that_of_reinforce(loss):
+def test_e9_at_ratio_1_the_gradient_is_that_of_reinforce_under_the_stated_reduction(loss):
     new, _, mask, advantages = random_batch()
-    value, grad, clipped = evaluate(loss, new, new, mask, advantages)
-    by_sequence, by_token = reinforce(mask, advantages, False), reinforce(mask, advantages, True)
-    which = by_sequence if torch.allclose(grad, by_sequence, atol=1e-12) else by_token
-    assert torch.allclose(grad, which, atol=1e-12)
-    assert value == pytest.approx(which.sum().item(), abs=1e-12)
+    _, grad, clipped = evaluate(loss, new, new, mask, advantages)
+    assert torch.allclose(grad, policy_gradient(loss, mask, advantages), atol=1e-12, rtol=0)
     assert (grad[mask] != 0).all()
     assert not clipped.any()
+
+
+def test_at_ratio_1_a_loss_is_minus_the_advantage_unless_it_states_to_be_a_surrogate(loss):
+    new, _, mask, advantages = random_batch()
+    value, _, _ = evaluate(loss, new, new, mask, advantages)
+    gain = policy_gradient(loss, mask, advantages).sum().item()
+    assert (value == pytest.approx(gain, abs=1e-12)) == (not loss.surrogate)
+
+
+def test_the_stated_ratio_is_the_one_that_weighs_a_token(loss):
+    loss = bounded(loss, 1.0, 5.0)
+    new, old, mask, advantages = random_batch(B=1, T=3)
+    mask[:] = True
+    _, grad, _ = evaluate(loss, new, old, mask, advantages)
+    moved = {}
+    for place, token in (("own", 0), ("other", 1)):
+        shifted = old.clone()
+        shifted[0, token] -= 0.1
+        moved[place] = evaluate(loss, new, shifted, mask, advantages)[1][0, 0] != grad[0, 0]
+    assert moved == {"own": loss.ratio != "none", "other": loss.ratio == "sequence"}
+
+
+def test_the_stated_advantage_exists(loss):
+    assert loss.advantage in ADVANTAGES
 
 
 def test_e10_zero_mean_advantages_give_loss_0_at_ratio_1(loss):
     new, _, _, advantages = random_batch()
     mask = torch.ones_like(new, dtype=torch.bool)
     value, grad, _ = evaluate(loss, new, new, mask, advantages - advantages.mean())
-    assert value == pytest.approx(0, abs=1e-12)
+    assert loss.surrogate or value == pytest.approx(0, abs=1e-12)
+    assert grad.sum() == pytest.approx(0, abs=1e-12)
     assert grad.abs().sum() > 0.1
 
 
@@ -187,15 +265,16 @@ def test_e11_a_sequence_without_advantage_gives_no_gradient_and_no_nan(loss):
         assert not wild_clipped[2].any()
 
 
-def test_an_overflowing_ratio_that_is_clipped_gives_no_nan(loss):
+def test_an_overflowing_ratio_gives_no_nan_where_it_is_held(loss):
     new, old, mask, advantages = random_batch()
     advantages[2] = 1.0
     new[2] = old[2] + 2000.0
     value, grad, clipped = evaluate(loss, new, old, mask, advantages)
     assert math.isfinite(value)
     assert grad.isfinite().all()
-    assert not grad[2].any()
-    assert torch.equal(clipped[2], mask[2])
+    assert torch.equal(clipped[2], mask[2] & (grad[2] == 0))
+    if hasattr(loss, "clip_low") or isinstance(loss, Sapo):
+        assert torch.equal(clipped[2], mask[2])
 
 
 @pytest.mark.parametrize("garbage", [123.0, -math.inf, math.inf, math.nan])
@@ -227,7 +306,7 @@ def test_micro_batches_add_up_to_the_mini_batch(loss):
 @pytest.mark.parametrize("bounds", [None, (0.2, 0.2), (0.05, 0.01), (1.0, 0.0)])
 def test_clipped_is_true_exactly_where_a_token_with_advantage_has_no_gradient(loss, bounds):
     if bounds is not None:
-        loss = dataclasses.replace(loss, clip_low=bounds[0], clip_high=bounds[1])
+        loss = bounded(loss, *bounds)
     seen = 0
     for seed in range(5):
         new, old, mask, advantages = random_batch(seed, B=30)
@@ -236,12 +315,12 @@ def test_clipped_is_true_exactly_where_a_token_with_advantage_has_no_gradient(lo
         assert clipped.dtype == torch.bool
         assert torch.equal(clipped, (grad == 0) & mask & (advantages != 0)[:, None])
         seen += int(clipped.sum())
-    assert seen > 0, "a test in which nothing is clipped shows nothing"
+    assert seen > 0 or not hasattr(loss, "clip_low"), "a test in which nothing is clipped shows nothing"
 
 
-@pytest.mark.parametrize("kind", [Grpo, Gspo])
+@pytest.mark.parametrize("kind", [Grpo, Gspo, DrGrpo, Dapo, Gmpo, Sapo])
 def test_the_gradient_is_that_of_the_value(kind):
-    loss = kind(clip_low=0.1, clip_high=0.1)
+    loss = bounded(kind(), 0.1, 0.1)
     new, old, mask, advantages = random_batch(B=3, T=3)
     _, grad, _ = evaluate(loss, new, old, mask, advantages)
     for place in mask.nonzero().tolist():
@@ -261,9 +340,16 @@ def test_no_gradient_reaches_the_old_policy(loss):
 @pytest.mark.parametrize("bounds", [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
 def test_impossible_clip_bounds_are_refused(bounds):
     for kind in LOSSES.values():
-        if issubclass(kind, ClippedLoss):
+        if issubclass(kind, ClippedLoss) or (kind is Gmpo and bounds[0] != 1.1):
             with pytest.raises(ValueError, match=r"clip bounds low .* are impossible"):
                 kind(clip_low=bounds[0], clip_high=bounds[1])
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_impossible_settings_are_refused(value):
+    for kind, name in ((Cispo, "clip_high"), (DrGrpo, "length"), (Sapo, "tau_positive"), (Sapo, "tau_negative")):
+        with pytest.raises(ValueError, match=name):
+            kind(**{name: value})
 
 
 # ----------------------------------------------------------------------------------------------------------------- laws
@@ -287,3 +373,71 @@ def test_gspo_token_equals_gspo_in_value_gradient_and_clipping(seed, bounds):
 def test_grpo_and_gspo_differ_away_from_ratio_1():
     batch = random_batch()
     assert evaluate(Grpo(), *batch)[0] != pytest.approx(evaluate(Gspo(), *batch)[0], abs=1e-3)
+
+
+def test_dapo_is_grpo_where_all_sequences_are_equally_long():
+    new, old, mask, advantages = random_batch()
+    one, other = (evaluate(bounded(kind(), 0.2, 0.28), new, old, mask, advantages) for kind in (Dapo, Grpo))
+    assert one[0] != pytest.approx(other[0], abs=1e-3)
+    mask[:] = True
+    one, other = (evaluate(bounded(kind(), 0.2, 0.28), new, old, mask, advantages) for kind in (Dapo, Grpo))
+    assert one[0] == pytest.approx(other[0], abs=1e-14)
+    assert torch.allclose(one[1], other[1], atol=1e-15)
+
+
+def test_dr_grpo_is_grpo_where_every_sequence_has_its_length():
+    new, old, mask, advantages = random_batch()
+    mask[:] = True
+    one, other = (evaluate(loss, new, old, mask, advantages) for loss in (DrGrpo(length=7), bounded(Grpo(), 0.2, 0.2)))
+    assert one[0] == pytest.approx(other[0], abs=1e-14)
+    assert torch.allclose(one[1], other[1], atol=1e-15)
+
+
+def test_minirl_has_the_gradient_of_dr_grpo_of_length_1_and_clips_the_same_tokens():
+    batch = random_batch(B=20)
+    one, other = (evaluate(bounded(kind(), 0.2, 0.27), *batch) for kind in (Minirl, DrGrpo))
+    assert torch.allclose(one[1], other[1], atol=1e-15)
+    assert torch.equal(one[2], other[2])
+    assert one[2].any()
+
+
+def test_cispo_weighs_a_token_by_its_ratio_up_to_the_bound_and_never_drops_one():
+    new, old, mask, advantages = random_batch(B=20, spread=2.0)
+    _, grad, clipped = evaluate(Cispo(clip_high=1.0), new, old, mask, advantages)
+    weight = (new - old).exp()
+    assert (weight > 2)[mask].any()
+    assert torch.allclose(grad, policy_gradient(Cispo(), mask, advantages) * weight.clamp(max=2), atol=1e-15)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-1.0, 1.05)])
+def test_sapo_fades_symmetrically_around_ratio_1_and_is_steeper_for_negative_advantages(advantage, tau):
+    mask, old = torch.ones(1, 1, dtype=torch.bool), double([[0.0]])
+    for ratio in (0.5, 1.0, 1.5, 4.0):
+        _, grad, _ = evaluate(Sapo(), double([[math.log(ratio)]]), old, mask, double([advantage]))
+        expected = -advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2  # 4 sigmoid' = 1 / cosh^2
+        assert grad.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gmpo_is_gspo_where_nothing_is_clipped():
+    batch = random_batch(B=12)
+    one, other = (evaluate(bounded(kind(), *bounds), *batch) for kind, bounds in ((Gmpo, (9, 9)), (Gspo, (1, 9))))
+    assert one[0] == pytest.approx(other[0], abs=1e-14)
+    assert torch.allclose(one[1], other[1], atol=1e-15)
+
+
+def test_gmpo_keeps_the_rest_of_a_sequence_whose_outlier_it_clips_and_gspo_drops_it():
+    new, old, mask = double([[2.0, 0.1, 0.0]]), double([[0.0, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
+    _, _, clipped = evaluate(Gmpo(), new, old, mask, double([1.0]))
+    assert clipped.tolist() == [[True, False, False]]
+    _, _, clipped = evaluate(Gspo(), new, old, mask, double([1.0]))
+    assert clipped.all()
+
+
+def test_a_loss_with_the_advantage_of_its_source_has_its_own_name_and_with_another_says_so():
+    assert [kind.name(kind.advantage) for kind in LOSSES.values()] == list(LOSSES)
+    assert Grpo.name("group_mean") == "grpo_group_mean"
+    assert DrGrpo.name("group_std") == "dr_grpo_group_std"
+    assert Reinforce.name("leave_one_out") == "rloo"
+    names = [kind.name(advantage) for kind in LOSSES.values() for advantage in ADVANTAGES]
+    assert len(set(names)) == len(names)

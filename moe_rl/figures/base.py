@@ -66,14 +66,19 @@ KNOWN = {
     "grpo_routing_replay": Look("#D39A16", (0, (5, 1.6)), "s"),
     "gspo": Look("#004488", (0, (6, 1.5, 1.2, 1.5)), "^"),
 }
-FIELD = {  # losses of the literature that users are likely to add as arms
+FIELD = {  # the other arms of conf/arm
     "gspo_token": Look("#44AA99", (0, (1.2, 1.2)), "v"),
     "dapo": Look("#882255", (0, (3, 1.2)), "D"),
     "cispo": Look("#117733", (0, (7, 2)), "P"),
     "sapo": Look("#AA4499", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "*"),
     "gmpo": Look("#555555", (0, (2, 1, 1, 1)), "8"),
+    "dr_grpo": Look("#332288", (0, (1.2, 1.2)), "p"),
+    "minirl": Look("#661100", (0, (3, 1.2)), "h"),
+    "rloo": Look("#999933", (0, (7, 2)), "<"),
+    "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
+    "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
 }
-SPARE_COLORS = ("#332288", "#999933", "#661100", "#6699CC", "#CC6677", "#222222")
+SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")
 SPARE_LINES = ((0, (1.2, 1.2)), (0, (3, 1.2)), (0, (7, 2)), (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)))
 SPARE_MARKERS = ("<", ">", "p", "h", "d")  # X marks a divergence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +18,28 @@ class PolicyLoss(abc.ABC):
 
     A loss owns the level of its ratio (token or sequence) and its reduction. It must give exactly the policy gradient
     -A grad log pi, so reduced, where new and old policy agree, and nothing for sequences without tokens or advantage.
+
+    What a subclass states about itself, and its tests hold it to:
+    ratio: whose importance ratio weighs a token's gradient: its own, its whole sequence's, or none.
+    reduction: sequence_mean: mean over sequences of the mean over a sequence's tokens; token_mean: mean over all
+        tokens; token_sum: mean over sequences of the sum over a sequence's tokens, divided by a constant.
+    surrogate: True where only the gradient is that of the policy; the value is then not minus the gain.
+    advantage: the advantage of its source, a key of moe_rl.advantage.ADVANTAGES. Arms choose it.
     """
+
+    ratio: ClassVar[Literal["token", "sequence", "none"]]
+    reduction: ClassVar[Literal["sequence_mean", "token_mean", "token_sum"]]
+    surrogate: ClassVar[bool] = False
+    advantage: ClassVar[str] = "group_std"
 
     @abc.abstractmethod
     def __call__(self, batch: PolicyBatch) -> LossOutput: ...
+
+    @classmethod
+    def name(cls, advantage: str) -> str:
+        """What the loss with this advantage is called in results: its file's stem, and the advantage if not its own."""
+        stem = cls.__module__.rpartition(".")[2]
+        return stem if advantage == cls.advantage else f"{stem}_{advantage}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,3 +78,8 @@ def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Mean over each sequence's response tokens, shape [B]; 0 for a sequence without any."""
     lengths_B = mask_BT.sum(1).clamp(min=1)
     return torch.where(mask_BT, values_BT, 0.0).sum(1) / lengths_B
+
+
+def masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over all response tokens, a scalar; what stands elsewhere, even nan, does not matter."""
+    return torch.where(mask_BT, values_BT, 0.0).sum()

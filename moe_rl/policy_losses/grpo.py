@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from moe_rl.policy_losses.base import ClippedLoss, sequence_mean, token_log_ratio
 from moe_rl.records import LossOutput, PolicyBatch
@@ -18,6 +19,9 @@ class Grpo(ClippedLoss):
     The catch: on an MoE a token's ratio jumps when its experts change, though its sequence hardly does.
     Source: arXiv 2402.03300 eq. 3 without the KL term; bounds as in arXiv 2507.18071 section 5.
     """
+
+    ratio: ClassVar = "token"
+    reduction: ClassVar = "sequence_mean"
 
     clip_low: float = 0.2
     clip_high: float = 0.27

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from moe_rl.policy_losses.base import ClippedLoss, sequence_mean, token_log_ratio
 from moe_rl.records import LossOutput, PolicyBatch
@@ -18,6 +19,9 @@ class Gspo(ClippedLoss):
     The catch: log s_i spreads like 1/sqrt(|y_i|), so bounds that suit long responses clip nearly all short ones.
     Source: arXiv 2507.18071 eq. 5-7; bounds from its section 5, for responses of thousands of tokens.
     """
+
+    ratio: ClassVar = "sequence"
+    reduction: ClassVar = "sequence_mean"
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4

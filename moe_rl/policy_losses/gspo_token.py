@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,9 @@ class GspoToken(ClippedLoss):
     The catch: with one advantage a sequence it equals GSPO in value, clip condition and gradient.
     Source: arXiv 2507.18071 eq. 13-14.
     """
+
+    ratio: ClassVar = "sequence"
+    reduction: ClassVar = "sequence_mean"
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
