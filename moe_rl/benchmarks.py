@@ -187,8 +187,8 @@ def _memory_row(what: str, trace: RoutingTrace) -> dict[str, Any]:
     B, S, L, K = trace.expert_ids_BSLK.shape
     formula = B * S * (L * K * trace.expert_ids_BSLK.element_size() + 1)
     tensors = [trace.expert_ids_BSLK, trace.valid_BS]
-    if trace.router_logits_BSLE is not None:
-        formula += B * S * L * trace.num_experts * trace.router_logits_BSLE.element_size()
-        tensors.append(trace.router_logits_BSLE)
+    if "router_logits" in trace.extras:
+        formula += B * S * L * trace.num_experts * trace.extras["router_logits"].element_size()
+        tensors.append(trace.extras["router_logits"])
     stored = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     return {"what": what, "mode": f"{B} x {S} tokens", "bytes": stored, "formula_bytes": formula}

@@ -23,7 +23,7 @@ class Call:
     valid_BS: Tensor | None
     cache: Any
     ids: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # of each run of a router, in order
-    logits: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    extras: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)  # what else was asked for, likewise
 
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -89,15 +89,15 @@ class ForwardWatch:
         self.undo.append(self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         self.undo.append(self.model.register_forward_hook(after, always_call=True).remove)
 
-    def ran(self, layer: int, ids: Tensor, logits: Tensor | None = None) -> None:
+    def ran(self, layer: int, ids: Tensor, extras: dict[str, Tensor] | None = None) -> None:
         """Note that a router ran in the present call; in a looped model each of its runs has an entry of its own."""
         assert self.call is not None
         site, turn = self.sites[layer], 0
         while site.entry(turn) in self.call.ids:
             turn += 1
         self.call.ids[site.entry(turn)] = ids
-        if logits is not None:
-            self.call.logits[site.entry(turn)] = logits
+        for name, values in (extras or {}).items():
+            self.call.extras.setdefault(name, {})[site.entry(turn)] = values
 
     def check_rows(self, layer: int, rows: int, batch: int, width: int) -> None:
         """Raise unless the router saw every token: of some, nobody could say which."""

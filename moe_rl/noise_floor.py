@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +92,8 @@ def _decoded(model: PreTrainedModel, tokens_BS: Tensor, attention_BS: Tensor, de
             )
     one_by_one_BS = attention_BS.clone()
     one_by_one_BS[:, :prefill] = False
-    return recorder.trace.aligned_to(one_by_one_BS)
+    trace = recorder.trace
+    return dataclasses.replace(trace, valid_BS=trace.valid_BS & one_by_one_BS)
 
 
 @contextlib.contextmanager

@@ -29,21 +29,22 @@ class _Pass:
 
     cache: weakref.ref[Any] | None
     covered: int
-    calls: list[tuple[Call, Tensor, Tensor | None]]
+    calls: list[tuple[Call, Tensor, dict[str, Tensor]]]
 
 
 class Recorder(ForwardWatch):
     """What `record` yields. Read `trace` (or `traces`, one a pass) inside or after the block."""
 
-    def __init__(self, model: nn.Module, router_logits: bool, source: str, update: int):
+    def __init__(self, model: nn.Module, asked: frozenset[str], source: str, update: int):
         super().__init__(model)
-        self.router_logits, self.source, self.update = router_logits, source, update
+        self.asked, self.source, self.update = asked, source, update
         self.num_experts = self.sites[0].num_experts
         self.layer_names: tuple[str, ...] = ()
         self.passes: list[_Pass] = []
         for site in self.sites:
-            if router_logits and not site.ids_in_output:
-                raise RoutingError(f"{type(site.module).__name__} returns no router logits; record without them")
+            for name in asked & {"router_logits", "gates"}:
+                if not site.ids_in_output:
+                    raise RoutingError(f"{type(site.module).__name__} returns no {name}; record without them")
 
     def install(self) -> None:
         super().install()
@@ -53,34 +54,40 @@ class Recorder(ForwardWatch):
     def _watch(self, layer: int) -> None:
         site = self.sites[layer]
 
-        def keep(ids: Tensor, logits: Tensor | None) -> None:
+        selected: list[tuple[Tensor, Tensor]] = []  # (live ids, margins) of the router that runs
+
+        def keep(ids: Tensor, output: Any) -> None:
             if self.call is not None:
                 self.check_rows(layer, ids.numel() // site.top_k, self.call.batch, self.call.width)
-                self.ran(layer, ids.detach(), logits.detach() if logits is not None else None)
+                extras = {"router_logits": output[0], "gates": output[1]} if site.ids_in_output else {}
+                if selected:
+                    extras["margins"] = selected[-1][1]
+                self.ran(layer, ids.detach(), {name: extras[name].detach() for name in self.asked})
             elif not in_backward():  # a recomputation in backward is not a new decision
                 raise self.outside(layer)
 
-        if site.ids_in_output:
-
-            def after(module: nn.Module, args: Any, output: Any) -> None:
-                if module is site.module:
-                    keep(output[2], output[0] if self.router_logits else None)
-
-            self.undo.append(site.module.register_forward_hook(after).remove)
-            return
-
-        chosen: list[Tensor] = []
-
         def enter() -> Selection:
-            chosen.clear()
+            selected.clear()
 
             def choose(scores: Tensor, live: Callable[[], Tensor]) -> Tensor:
-                chosen.append(live())
-                return chosen[0]
+                ids = live()
+                selected.append((ids, margins(scores, site.top_k) if "margins" in self.asked else ids))
+                return ids
 
             return Selection(site, choose)
 
-        self.undo.extend(around(site, enter, lambda selection, output: keep(chosen[0], None)))
+        def leave(selection: Selection | None, output: Any) -> None:
+            if not site.ids_in_output:
+                keep(selected[-1][0], output)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:  # after variants have set their gates
+            if module is site.module:
+                keep(output[2], output)
+
+        if not site.ids_in_output or "margins" in self.asked:
+            self.undo.extend(around(site, enter, leave))
+        if site.ids_in_output:
+            self.undo.append(site.module.register_forward_hook(after).remove)
 
     def begin(self, call: Call) -> None:
         last = self.passes[-1] if self.passes else None
@@ -129,9 +136,10 @@ class Recorder(ForwardWatch):
                 f"{', '.join(names)}; record forwards of one kind"
             )
         ids_LNK = self._stack(call.ids, self.sites[0].top_k).to(id_dtype(self.num_experts))
-        logits_LNE = self._stack(call.logits, self.num_experts) if self.router_logits else None
-        call.ids, call.logits = {}, {}
-        last.calls.append((call, ids_LNK, logits_LNE))
+        widths = {"router_logits": self.num_experts, "gates": self.sites[0].top_k, "margins": 1}
+        extras = {name: self._stack(values, widths[name]) for name, values in call.extras.items()}
+        call.ids, call.extras = {}, {}
+        last.calls.append((call, ids_LNK, extras))
         last.covered = call.past + call.width  # less than before if the cache was cropped: the columns behind are void
 
     def _stack(self, of_run: dict[str, Tensor], width: int) -> Tensor:
@@ -155,36 +163,53 @@ class Recorder(ForwardWatch):
         return RoutingTrace.cat(traces)
 
     def _assemble(self, one: _Pass) -> RoutingTrace:
-        ids_LNK = one.calls[0][1]
-        B, L, K = one.calls[0][0].batch, len(self.layer_names), ids_LNK.shape[2]
-        ids = ids_LNK.new_zeros(B, one.covered, L, K)
-        valid = torch.zeros(B, one.covered, dtype=torch.bool, device=ids.device)
-        logits = None
-        for call, ids_LNK, logits_LNE in one.calls:
+        B, L = one.calls[0][0].batch, len(self.layer_names)
+        valid = torch.zeros(B, one.covered, dtype=torch.bool, device=one.calls[0][1].device)
+        whole: dict[str, Tensor] = {}
+        for call, ids_LNK, extras in one.calls:
             columns = slice(call.past, min(call.past + call.width, one.covered))
             keep = columns.stop - columns.start
             if keep <= 0:
                 continue
-            ids[:, columns] = ids_LNK.view(L, B, call.width, K).permute(1, 2, 0, 3)[:, :keep]
             valid[:, columns] = True if call.valid_BS is None else call.valid_BS[:, :keep].to(valid.device)
-            if logits_LNE is not None:
-                logits = logits_LNE.new_zeros(B, one.covered, L, self.num_experts) if logits is None else logits
-                logits[:, columns] = logits_LNE.view(L, B, call.width, -1).permute(1, 2, 0, 3)[:, :keep]
-        return RoutingTrace(ids, valid, self.layer_names, self.num_experts, self.source, self.update, logits)
+            for name, values_LNX in {"ids": ids_LNK, **extras}.items():
+                if name not in whole:
+                    whole[name] = values_LNX.new_zeros(B, one.covered, L, values_LNX.shape[2])
+                whole[name][:, columns] = values_LNX.view(L, B, call.width, -1).permute(1, 2, 0, 3)[:, :keep]
+        ids = whole.pop("ids")
+        return RoutingTrace(ids, valid, self.layer_names, self.num_experts, self.source, self.update, whole)
+
+
+def margins(scores_NE: Tensor, top_k: int) -> Tensor:
+    """s_(K) - s_(K+1) [N, 1]: how far the last chosen expert leads the first that was not; inf when all are chosen."""
+    best = scores_NE.detach().topk(min(top_k + 1, scores_NE.shape[-1]), dim=-1).values
+    if best.shape[-1] == top_k:
+        return torch.full_like(best[:, :1], float("inf"))
+    return best[:, top_k - 1 : top_k] - best[:, top_k:]
 
 
 @contextlib.contextmanager
-def record(model: nn.Module, *, router_logits: bool = False, source: str = "", update: int = 0) -> Iterator[Recorder]:
+def record(
+    model: nn.Module,
+    *,
+    router_logits: bool = False,
+    gates: bool = False,
+    margins: bool = False,
+    source: str = "",
+    update: int = 0,
+) -> Iterator[Recorder]:
     """Record the expert ids that every router of `model` uses while the block runs.
 
     Works through forward, `generate` (sampling, left padding, chunked prefill) and activation checkpointing, and inside
     `replay`, where it sees the ids that were executed. Columns that a pre-filled cache already held are invalid. A
     looped model has a layer entry for each run of a router in a forward, the second one named `<router>@2`.
-    Costs K bytes a token and layer (two from 257 experts up), and 4 E more with `router_logits`.
+    Costs K bytes a token and layer (twice that from 257 experts up). On request, in bytes more (fp32): `router_logits`
+    as the router returns them (4 E), `gates` (4 K), `margins` s_(K) - s_(K+1) of the scores it ranks (4).
 
     Raises RoutingError for dense models, families in `families.REFUSED`, beam search, and routers that did not fire.
     """
-    recorder = Recorder(model, router_logits, source, update)
+    asked = {"router_logits": router_logits, "gates": gates, "margins": margins}
+    recorder = Recorder(model, frozenset(name for name in asked if asked[name]), source, update)
     try:
         recorder.install()
         yield recorder

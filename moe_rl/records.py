@@ -8,7 +8,7 @@ V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class RoutingTrace:
     valid_BS: True where the routing is known.
     layer_names: the L router modules' paths, in order of execution.
     source: the pass that it was recorded in: rollout, old, new. update: gradient updates taken before that pass.
-    router_logits_BSLE: what the routers returned as logits, when asked for.
+    extras: what else was asked for, by name: router_logits [B, S, L, E], gates [B, S, L, K], margins [B, S, L, 1].
     """
 
     expert_ids_BSLK: Tensor
@@ -44,7 +44,7 @@ class RoutingTrace:
     num_experts: int
     source: str = ""
     update: int = 0
-    router_logits_BSLE: Tensor | None = None
+    extras: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids, valid = self.expert_ids_BSLK, self.valid_BS
@@ -91,12 +91,11 @@ class RoutingTrace:
 
     def __getitem__(self, rows: Tensor | slice) -> RoutingTrace:
         """The trace of some sequences; `rows` indexes the batch."""
-        logits = self.router_logits_BSLE
         return dataclasses.replace(
             self,
             expert_ids_BSLK=self.expert_ids_BSLK[rows],
             valid_BS=self.valid_BS[rows],
-            router_logits_BSLE=None if logits is None else logits[rows],
+            extras={name: values[rows] for name, values in self.extras.items()},
         )
 
     def aligned_to(self, mask_BS: Tensor) -> RoutingTrace:
@@ -116,12 +115,11 @@ class RoutingTrace:
         def fit(tensor: Tensor) -> Tensor:
             return torch.cat([tensor[:, :S], tensor.new_zeros(B, max(0, S - have_S), *tensor.shape[2:])], 1)
 
-        logits = self.router_logits_BSLE
         return dataclasses.replace(
             self,
             expert_ids_BSLK=fit(self.expert_ids_BSLK),
             valid_BS=fit(self.valid_BS) & mask_BS.bool(),
-            router_logits_BSLE=None if logits is None else fit(logits),
+            extras={name: fit(values) for name, values in self.extras.items()},
         )
 
     @staticmethod
@@ -136,12 +134,12 @@ class RoutingTrace:
                     f"traces of {first.valid_BS.shape[1]} and {other.valid_BS.shape[1]} columns "
                     "cannot be joined; align them first"
                 )
-        logits = [trace.router_logits_BSLE for trace in traces if trace.router_logits_BSLE is not None]
+        common = [name for name in first.extras if all(name in trace.extras for trace in traces)]
         return dataclasses.replace(
             first,
             expert_ids_BSLK=torch.cat([trace.expert_ids_BSLK for trace in traces]),
             valid_BS=torch.cat([trace.valid_BS for trace in traces]),
-            router_logits_BSLE=torch.cat(logits) if len(logits) == len(traces) else None,
+            extras={name: torch.cat([trace.extras[name] for trace in traces]) for name in common},
         )
 
 

@@ -311,10 +311,43 @@ def test_routing_follows_its_sequences_when_rollouts_are_shuffled():
     assert [part.routing.expert_ids_BSLK[0, 0, 0, 0].item() for part in (shuffled[:1], shuffled[1:2])] == [2, 0]
 
 
-def test_router_logits_ride_along_when_asked():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_gates_and_margins_ride_along_when_asked(family):
+    model, (ids, mask) = tiny(family), tokens()
+    with record(model) as recorder:
+        forward(model, ids, mask)
+    plain = recorder.trace
+    assert plain.extras == {}
+    received = []
+    experts = [m.experts for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
+    hooks = [e.register_forward_pre_hook(lambda m, args: received.append(args[2].clone())) for e in experts]
+    with record(model, router_logits=True, gates=True, margins=True) as recorder:
+        forward(model, ids, mask)
+    for hook in hooks:
+        hook.remove()
+    trace = recorder.trace
+    assert torch.equal(trace.expert_ids_BSLK, plain.expert_ids_BSLK)
+    for layer, gates in enumerate(received):
+        assert torch.equal(trace.extras["gates"][:, :, layer], gates.view(*ids.shape, -1))
+    chosen = trace.extras["router_logits"].topk(2).indices.sort(-1).values
+    assert torch.equal(chosen, trace.expert_ids_BSLK.long().sort(-1).values)
+    scores = trace.extras["router_logits"].float()
+    scores = {"gpt_oss": scores, "deepseek_v3": scores.sigmoid()}.get(family, scores.softmax(-1))
+    best = scores.sort(-1, descending=True).values
+    assert torch.allclose(trace.extras["margins"][..., 0], best[..., 1] - best[..., 2], atol=1e-6)
+    part = trace[1:3].aligned_to(torch.cat([mask[1:3], torch.ones(2, 2)], 1))
+    assert part.extras["margins"].shape == (2, 11, 3, 1)
+
+
+def test_gates_are_those_of_a_variant_and_what_a_family_does_not_return_is_refused():
+    from moe_rl.routers.base import install
+    from moe_rl.routers.tempered import Tempered
+
     model, (ids, mask) = tiny(), tokens()
-    with record(model, router_logits=True) as recorder:
+    uninstall = install(model, Tempered(temperature=3.0))
+    with record(model, router_logits=True, gates=True, margins=True) as recorder:
         forward(model, ids, mask)
     trace = recorder.trace
-    chosen = trace.router_logits_BSLE.topk(2).indices.sort(-1).values
-    assert torch.equal(chosen, trace.expert_ids_BSLK.long().sort(-1).values)
+    expected = (trace.extras["router_logits"].gather(-1, trace.expert_ids_BSLK.long()) / 3).softmax(-1)
+    assert torch.allclose(trace.extras["gates"], expected, atol=1e-6)
+    uninstall()

@@ -70,8 +70,8 @@ def measure(
                 trace = recorder.trace
                 numbers = range(first, first + len(tokens_BS))
                 writer.add(trace, attention_BS, step=0, sequences=numbers, tokens_BS=tokens_BS)
-                if trace.router_logits_BSLE is not None:
-                    logits_NLE = trace.router_logits_BSLE[trace.valid_BS]
+                if settings.router_logits:
+                    logits_NLE = trace.extras["router_logits"][trace.valid_BS]
                     entropy_L += router_entropy(logits_NLE).cpu() * len(logits_NLE)
         some = left_padded(sequences[: settings.noise_sequences], settings.device)
         noise = noise_floor(model, *some) if reference is None else []

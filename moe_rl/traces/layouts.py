@@ -197,7 +197,7 @@ def merge_turns(turns: Sequence[RoutingTrace], conflict: str = "raise") -> Routi
         raise RoutingError(f"conflict is {conflict!r}; choose one of {', '.join(CONFLICTS)}")
     width = max(turn.valid_BS.shape[1] for turn in turns)
     everywhere_BS = turns[0].valid_BS.new_ones(len(turns[0].valid_BS), width)
-    merged = dataclasses.replace(turns[0].aligned_to(everywhere_BS), router_logits_BSLE=None)
+    merged = dataclasses.replace(turns[0].aligned_to(everywhere_BS), extras={})
     for number, turn in enumerate(turns[1:], start=2):
         if (turn.layer_names, turn.num_experts, turn.top_k) != (merged.layer_names, merged.num_experts, merged.top_k):
             raise RoutingError(f"turn {number} is of another model than the turns before it")
