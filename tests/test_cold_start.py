@@ -222,7 +222,7 @@ def respell(model, tokenizer):
         {"seed": 1},
         {"forward_facts": {"router": "expert_choice"}},
     ],
-    ids=str,
+    ids=",".join,
 )
 def test_the_key_changes_with_each_determinant(changed):
     assert key() == key()
