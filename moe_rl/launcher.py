@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
@@ -40,7 +41,7 @@ def launch(context: HydraContext, config: DictConfig, job_overrides: Sequence[Se
     _refuse_twins(runs)
     waiting = [run for run in runs if state_of(run.folder) not in DONE]
     with Board([run.folder for run in runs], config.launch.progress) as board:
-        _run_all(waiting, config.launch, board)
+        _run_all(waiting, config, board)
     failed = [run for run in runs if run.failure]
     for run in failed:
         print(f"failed: {' '.join(run.overrides)}: {run.failure} (log: {run.folder / 'log.txt'})", file=sys.stderr)
@@ -72,13 +73,13 @@ def _refuse_twins(runs: list[Run]) -> None:
             raise ConfigError(f"{one} and {other} are the same run; sweep over what differs")
 
 
-def _run_all(waiting: list[Run], settings: DictConfig, board: Board) -> None:
+def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
     running: list[Run] = []
     queue = list(waiting)
     try:
         while queue or running:
-            while queue and len(running) < settings.jobs:
-                running.append(_start(queue.pop(0), settings))
+            while queue and len(running) < config.launch.jobs:
+                running.append(_start(queue.pop(0), config))
             for run in [run for run in running if run.process is not None and run.process.poll() is not None]:
                 running.remove(run)
                 _judge(run)
@@ -90,23 +91,36 @@ def _run_all(waiting: list[Run], settings: DictConfig, board: Board) -> None:
                 run.process.terminate()
 
 
-def _start(run: Run, settings: DictConfig) -> Run:
+def _start(run: Run, config: DictConfig) -> Run:
     run.folder.mkdir(parents=True, exist_ok=True)
-    threads = str(settings.threads)
+    threads = str(config.launch.threads)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    where = [f"launch.{key!s}={value}" for key, value in settings.items() if key != "progress"]
+    where = [f"launch.{key!s}={_as_override(value)}" for key, value in config.launch.items() if key != "progress"]
     kept = [override for override in run.overrides if not override.startswith("launch.")]
     with open(run.folder / "log.txt", "ab") as log:
         run.process = subprocess.Popen(
-            [sys.executable, sys.argv[0], *kept, *where, "launch.progress=false", "hydra.mode=RUN"],
+            [sys.executable, sys.argv[0], *_sources(config), *kept, *where, "launch.progress=false", "hydra.mode=RUN"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
     return run
+
+
+def _as_override(value: object) -> str:
+    """A value as Hydra reads it back: a path may hold spaces, commas or letters that its grammar lacks."""
+    return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else str(value)
+
+
+def _sources(config: DictConfig) -> list[str]:
+    """Where the launch read its YAML from, for its runs to read the same."""
+    of_provider = {source.provider: source.path for source in config.hydra.runtime.config_sources}
+    flags = ["--config-path", of_provider["main"], "--config-name", config.hydra.job.config_name]
+    flags += ["--config-dir", of_provider["command-line"]] if "command-line" in of_provider else []
+    return [*flags, *(x for x in config.hydra.overrides.hydra if x.startswith("hydra.searchpath="))]
 
 
 def _judge(run: Run) -> None:

@@ -216,6 +216,32 @@ def test_status_shows_where_runs_stand(sweep, tmp_path):
     assert (done.returncode, "no runs below" in done.stderr) == (2, True)
 
 
+def test_the_runs_of_a_sweep_read_the_configs_of_the_launch_wherever_results_go(tmp_path):
+    own, more, results = tmp_path / "own", tmp_path / "more", tmp_path / "r é, x's [1]"
+    for folder in (own / "arm", more / "task"):
+        folder.mkdir(parents=True)
+    (own / "arm" / "mine.yaml").write_text("defaults: [schema, {/policy_loss@policy_loss: gspo}]\nreplay: none\n")
+    (more / "task" / "short.yaml").write_text("defaults: [sort_digits, _self_]\nlength: 3\n")
+    flags = ["-m", "--config-dir", str(own), f"hydra.searchpath=[file://{more}]"]
+    quoted = str(results).replace("'", "\\'")
+    train(*flags, *SMALL, "arm=mine", "task=short", "steps=1", f"launch.results_dir='{quoted}'", "launch.jobs=1")
+    study = store.read_study(results / "playground")
+    assert study.runs["state"].tolist() == ["finished"]
+    assert (study.runs["arm"][0], study.steps["response_length"].notna().any()) == ("gspo", True)
+
+
+def test_the_runs_of_a_sweep_read_the_main_config_of_the_launch(tmp_path):
+    """Else they would train by the default settings, in the folders of the launch's."""
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 7\nsteps: 1\n")
+    small = [setting for setting in SMALL if not setting.startswith("steps=")]
+    train(
+        "-m", "--config-dir", str(tmp_path), "--config-name", "mine", *small, f"launch.results_dir={tmp_path}/results"
+    )
+    study = store.read_study(tmp_path / "results" / "playground")
+    assert study.runs["seed"].tolist() == [7]
+    assert study.runs["steps"].tolist() == [1]
+
+
 def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     """The middle run is killed from outside; the other two finish, and it is reported."""
     command = [
