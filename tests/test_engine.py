@@ -205,6 +205,25 @@ def test_a_right_answer_that_never_ends_is_not_exact(policy):
     assert torch.allclose(rollouts.rewards_B, expected)
 
 
+@pytest.mark.parametrize(("reward", "right"), [(1, True), (True, True), (float("nan"), False), (float("inf"), False)])
+def test_rewards_are_numbers_of_one_kind_and_finite(policy, reward, right):
+    """Whole numbers have no mean in torch; one that is not finite would end the run as diverged by its method."""
+
+    class Own(Reverse):
+        def reward(self, example, completion):
+            return reward
+
+    def sample():
+        return Hf(max_new_tokens=4).sample(*policy, Own(), Own().examples("train", 2, 0), 2, 0)
+
+    if right:
+        assert sample().rewards_B.dtype == torch.float32
+        assert sample().rewards_B.tolist() == [1.0] * 4
+    else:
+        with pytest.raises(ValueError, match=rf"Own rewards .* with {reward}"):
+            sample()
+
+
 def test_a_tokenizer_that_pads_with_the_end_of_sequence_works(policy):
     model, tokenizer = eager_to_end(policy)
     plain = sample((model, tokenizer), 5, 8, routing=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -220,6 +221,11 @@ def _judge(
     texts = tokenizer.batch_decode(readable, skip_special_tokens=True)
     asked = [example for example in examples for _ in range(completions)]
     rewards = [task.reward(example, text) for example, text in zip(asked, texts, strict=True)]
+    for example, text, reward in zip(asked, texts, rewards, strict=True):
+        if not math.isfinite(reward):  # the loss would not be finite either, and the method be blamed for it
+            raise ValueError(
+                f"{type(task).__name__} rewards {text!r} for {example.prompt!r} with {reward}; mend the task"
+            )
     exact = [task.exact(example, text) for example, text in zip(asked, texts, strict=True)]
     return Rollouts(
         tokens_BS=torch.cat([prompt_tokens, sampled.tokens_BT], 1),
@@ -227,7 +233,7 @@ def _judge(
         response_BT=sampled.response_BT,
         group_ids_B=torch.arange(len(examples), device=device).repeat_interleave(completions),
         rollout_logprobs_BT=sampled.logprobs_BT,
-        rewards_B=torch.tensor(rewards, device=device),
+        rewards_B=torch.tensor(rewards, dtype=torch.float32, device=device),
         exact_B=torch.tensor(exact, device=device) & sampled.stopped_B,
         truncated_B=~sampled.stopped_B,
         routing=sampled.routing,
