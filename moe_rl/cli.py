@@ -15,13 +15,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_rl import config as settings
+from moe_rl.checkpoint import CheckpointError
 from moe_rl.cold_start import ColdStartError
 from moe_rl.records import RoutingError
 from moe_rl.store import StoreError, open_run, run_folder
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
-USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, RoutingError)
+USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, CheckpointError, RoutingError)
 
 sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher
 settings.register()
@@ -76,7 +77,9 @@ def train() -> None:
     except USER_ERRORS as error:
         fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        fail(f"{error.__cause__ or error}")
+        cause = error.__cause__ or error
+        key = getattr(cause, "full_key", None)
+        fail(f"{key}: {cause}\n(--cfg job shows every setting)" if key else str(cause))
 
 
 def fail(message: str) -> NoReturn:

@@ -70,7 +70,8 @@ class Comparison:
         for word in arguments:
             name, equals, text = word.partition("=")
             if name not in kinds or not equals:
-                raise ComparisonError(f"cannot use {word!r}; options are {', '.join(f'{n}=' for n in kinds)}")
+                options = ", ".join(f"{kind}=" for kind in kinds)
+                raise ComparisonError(f"cannot use {word!r}; options are {options}; usage: {USAGE}")
             if kinds[name] is bool and text not in ("true", "false"):
                 raise ComparisonError(f"{name} is {text!r}; set it to true or false")
             if kinds[name] is int and not text.isdecimal():

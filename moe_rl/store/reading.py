@@ -86,7 +86,7 @@ def read_study(folder: str | Path) -> Study:
     folder = Path(folder)
     paths = run_folders(folder)
     if not paths:
-        raise StoreError(f"no runs below {folder}; run  python experiments/train.py study=<name>  first")
+        raise StoreError(f"no runs below {folder}; give the folder of a study that has run, such as results/<study>")
     runs: list[dict[str, Any]] = []
     tables: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
     for path in paths:
