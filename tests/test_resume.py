@@ -25,7 +25,7 @@ from moe_rl.update import Optim
 def experiment(arm="grpo_routing_replay", router=None, steps=4, **changes):
     return Experiment(
         study_name="s", seed=0, steps=steps, prompts=4, completions=2, updates=2, micro_batch=0,
-        activation_checkpointing=False, eval_prompts=4, eval_every=2, **ARMS[arm], model=SMALL,
+        activation_checkpointing=False, eval_prompts=4, eval_every=2, advantage="group_std", **ARMS[arm], model=SMALL,
         router=router or Native(), task=Vowels(), engine=Hf(max_new_tokens=6),
         optim=Optim(lr=1e-2, schedule="linear", warmup_updates=2), cold_start=ColdStart(steps=2, batch_size=4),
         drift=DriftSettings(rollouts=2, probe=2, trace_every=2), launch=Launch(keep_policy=True), **changes,
