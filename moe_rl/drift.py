@@ -103,8 +103,8 @@ class DriftSettings:
     step, if it is measured, to traces/; 0 never.
     """
 
-    rollouts: int = 16
-    probe: int = 16
+    rollouts: int = 12
+    probe: int = 12
     every: int = 1
     trace_every: int = 0
 
