@@ -1,6 +1,7 @@
 """A run's state after a step, in one file: what a run that was cut off needs to go on bit for bit.
 
-Weights, optimizer moments and the schedule; no generator: random choices are a function of (seed, purpose, step).
+Weights, optimizer moments, the schedule, and the routing at the start that drift is measured against; no generator:
+random choices are a function of (seed, purpose, step).
 One safetensors file, replaced atomically, with a digest: it is whole or it is refused. No pickle.
 """
 
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_rl import weight_cache
 
-FORMAT = "1"
+FORMAT = "2"
 
 
 class CheckpointError(RuntimeError):
@@ -28,10 +30,15 @@ class CheckpointError(RuntimeError):
 
 
 def save(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, progress: dict[str, Any]
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    progress: dict[str, Any],
+    kept: Mapping[str, Tensor],
 ) -> None:
-    """Replace `path` by the present state. progress: JSON values that the loop wants back."""
-    tensors = _tensors(model, optimizer)
+    """Replace `path` by the present state. progress, kept: JSON values and tensors that the loop wants back."""
+    tensors = _tensors(model, optimizer) | {f"kept.{name}": tensor.cpu().contiguous() for name, tensor in kept.items()}
     told = {"format": FORMAT, "schedule": json.dumps(_plain(schedule)), "progress": json.dumps(progress)}
     told["digest"] = _digest(tensors, told)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -42,8 +49,10 @@ def save(
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
-    """Put the state of `path` into model, optimizer and schedule, and return its progress.
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Put the state of `path` into model, optimizer and schedule, and return its progress and the kept tensors.
 
     Raises CheckpointError for a damaged file, a newer format, or a file of another model.
     """
@@ -77,7 +86,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedul
     schedule.load_state_dict(json.loads(told["schedule"]))
     for group, lr in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = lr
-    return json.loads(told["progress"])
+    kept = {name.removeprefix("kept."): tensor for name, tensor in tensors.items() if name.startswith("kept.")}
+    return json.loads(told["progress"]), kept
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

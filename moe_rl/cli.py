@@ -31,12 +31,11 @@ ConfigStore.instance().store(
 )
 
 
-def run_one(config: DictConfig) -> None:
-    """Train the run that `config` describes, unless it is finished."""
+def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
+    """Train the run that `config` describes, unless it is finished. varied: the settings that name its folder."""
     from moe_rl import loop
 
     experiment = settings.build(config)
-    varied = settings.knobs(config, HydraConfig.get().overrides.task)
     folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.label, varied, experiment.seed)
     show = print_step if config.launch.progress else lambda row: None
     with open_run(folder, settings.identity(config)) as writer:
@@ -64,7 +63,7 @@ def print_step(row: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path=settings.config_folder(), config_name="config")
 def _main(config: DictConfig) -> None:
     try:
-        run_one(config)
+        run_one(config, settings.knobs(config, HydraConfig.get().overrides.task))
     except USER_ERRORS as error:
         fail(str(error))  # here already: Hydra would print a line of its own before ours
 

@@ -148,9 +148,20 @@ class DriftMeter:
             (start,) = self._routing([self.probe], "start", 0)
             self.probe.references.update(start=start, previous=start)
 
-    def resume(self) -> None:
-        """The model was moved to a later state of its run: the probe's routing is measured anew, `start` stays."""
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint has to keep: the probe's routing at the start of the run."""
+        if self.probe is None:
+            return {}
+        start = self.probe.references["start"]
+        return {"expert_ids": start.expert_ids_BSLK, **start.extras}
+
+    def resume(self, state: dict[str, Tensor]) -> None:
+        """The model was moved to a later state of its run: take `start` from the checkpoint, measure the present."""
         if self.probe is not None:
+            start = self.probe.references["start"]
+            kept = {name: tensor.to(start.expert_ids_BSLK.device) for name, tensor in state.items()}
+            ids = kept.pop("expert_ids")
+            self.probe.references["start"] = dataclasses.replace(start, expert_ids_BSLK=ids, extras=kept)
             (self.probe.references["previous"],) = self._routing([self.probe], "new", 0)
 
     def begin_step(self, step: int, rollouts: Rollouts) -> None:

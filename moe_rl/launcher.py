@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import HydraContext
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from moe_rl import cli
 from moe_rl.config import ConfigError, build, identity, knobs
 from moe_rl.progress import Board
 from moe_rl.store import DONE, check_config, read_json, run_folder, state_of
@@ -23,11 +26,13 @@ POLL_SECONDS = 0.5
 
 @dataclasses.dataclass
 class Run:
-    """One run of a sweep: its overrides, its folder, and its process once it was started."""
+    """One run of a sweep: its overrides and resolved config, what names it, its folder, its process once started."""
 
     overrides: list[str]
+    config: dict[str, Any]
+    knobs: dict[str, Any]
     folder: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: ForkServerProcess | None = None
     failure: str = ""
 
 
@@ -61,7 +66,11 @@ def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) ->
     results, varied = config.launch.results_dir, knobs(config, overrides)
     folder = run_folder(results, experiment.study_name, experiment.label, varied, experiment.seed)
     check_config(folder, identity(config))
-    return Run(overrides, folder)
+    with open_dict(config):
+        config.launch.progress = False
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return Run(overrides, {str(key): value for key, value in values.items()}, varied, folder)
 
 
 def _refuse_twins(runs: list[Run]) -> None:
@@ -76,59 +85,60 @@ def _refuse_twins(runs: list[Run]) -> None:
 def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
     running: list[Run] = []
     queue = list(waiting)
+    # Runs are forked from a server that has imported everything once: seconds of a core saved for each of them.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["moe_rl.loop", "moe_rl.cli"])
     try:
-        while queue or running:
-            while queue and len(running) < config.launch.jobs:
-                running.append(_start(queue.pop(0), config))
-            for run in [run for run in running if run.process is not None and run.process.poll() is not None]:
-                running.remove(run)
-                _judge(run)
-            board.refresh()
-            time.sleep(POLL_SECONDS)
+        with _environment(config.launch.threads):
+            while queue or running:
+                while queue and len(running) < config.launch.jobs:
+                    run = queue.pop(0)
+                    run.folder.mkdir(parents=True, exist_ok=True)
+                    run.process = processes.Process(target=_live, args=(run.config, run.knobs, run.folder / "log.txt"))
+                    run.process.start()
+                    running.append(run)
+                for run in [run for run in running if run.process is not None and not run.process.is_alive()]:
+                    running.remove(run)
+                    _judge(run)
+                board.refresh()
+                time.sleep(POLL_SECONDS)
     finally:
         for run in running:
             if run.process is not None:
                 run.process.terminate()
 
 
-def _start(run: Run, config: DictConfig) -> Run:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    threads = str(config.launch.threads)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    where = [f"launch.{key!s}={_as_override(value)}" for key, value in config.launch.items() if key != "progress"]
-    kept = [override for override in run.overrides if not override.startswith("launch.")]
-    with open(run.folder / "log.txt", "ab") as log:
-        run.process = subprocess.Popen(
-            [sys.executable, sys.argv[0], *_sources(config), *kept, *where, "launch.progress=false", "hydra.mode=RUN"],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
-    return run
+@contextlib.contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """What the runs find in their environment; it is read when they import torch."""
+    own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _as_override(value: object) -> str:
-    """A value as Hydra reads it back: a path may hold spaces, commas or letters that its grammar lacks."""
-    return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else str(value)
-
-
-def _sources(config: DictConfig) -> list[str]:
-    """Where the launch read its YAML from, for its runs to read the same."""
-    of_provider = {source.provider: source.path for source in config.hydra.runtime.config_sources}
-    flags = ["--config-path", of_provider["main"], "--config-name", config.hydra.job.config_name]
-    flags += ["--config-dir", of_provider["command-line"]] if "command-line" in of_provider else []
-    return [*flags, *(x for x in config.hydra.overrides.hydra if x.startswith("hydra.searchpath="))]
+def _live(values: dict[str, Any], varied: dict[str, Any], log: Path) -> None:
+    """One run, in its own process: all that it says goes to `log`."""
+    with open(log, "ab") as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        cli.run_one(OmegaConf.create(values), varied)
+    except cli.USER_ERRORS as error:
+        cli.fail(str(error))
 
 
 def _judge(run: Run) -> None:
     assert run.process is not None
-    code = run.process.returncode
+    code = run.process.exitcode
     if code == 0:
         return
-    died = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    died = "lost" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     status = read_json(run.folder / "status.json") if (run.folder / "status.json").exists() else {}
     reason = str(status.get("reason") or last_line(run.folder / "log.txt"))
     run.failure = f"{died}: {reason}"

@@ -46,12 +46,13 @@ def run(
     report: called with each row of the table `steps`.
     """
     journal = Journal(e, writer, report)
-    model, tokenizer, warmth = build_policy(e, cache_dir)
+    model, tokenizer, warmth = build_policy(e, cache_dir, warm=not writer.resumes)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
     if writer.resumes:
-        journal.go_on(checkpoint.load(writer.checkpoint, model, optimizer, schedule))
-        drift.resume()
+        progress, start = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
+        journal.go_on(progress)
+        drift.resume(start)
     else:
         writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
         journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
@@ -81,15 +82,20 @@ def run(
             row |= evaluate(e, model, tokenizer, step)
         journal.end_step(row, drift.slot_change)
         if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
-            checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress)
+            checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress, drift.state())
     if e.launch.keep_policy:
         model.save_pretrained(writer.folder / "policy")
         tokenizer.save_pretrained(writer.folder / "policy")
     return journal.finished()
 
 
-def build_policy(e: Experiment, cache_dir: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """The policy after its cold start, with the router variant in place; the third is what the cold start was like."""
+def build_policy(
+    e: Experiment, cache_dir: str, warm: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """The policy after its cold start, with the router variant in place; the third is what the cold start was like.
+
+    warm=False leaves the cold start out: a checkpoint's weights will replace it.
+    """
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
@@ -98,7 +104,8 @@ def build_policy(e: Experiment, cache_dir: str) -> tuple[PreTrainedModel, PreTra
     install(model, e.router)
     with settings_of("task"):
         check_lengths(e, model, tokenizer)
-    warmth = warm_up(model, tokenizer, e.task, e.cold_start, e.seed, cache_dir, forward_facts(e))
+    settings = e.cold_start if warm else dataclasses.replace(e.cold_start, steps=0)
+    warmth = warm_up(model, tokenizer, e.task, settings, e.seed, cache_dir, forward_facts(e))
     model.to(e.launch.device)
     if e.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -108,16 +109,34 @@ def test_sigkill_at_random_instants_changes_nothing(tmp_path, whole):
     assert outcome(tmp_path) == whole()
 
 
-def test_a_failed_run_starts_again(tmp_path, whole):
+@pytest.mark.parametrize(("error", "resumes"), [(OSError("no space left on device"), True), (KeyError("x"), False)])
+def test_a_run_that_the_machine_failed_goes_on_and_one_that_failed_by_itself_starts_again(
+    tmp_path, whole, error, resumes
+):
     def fail(row):
         if row["step"] == 2:
-            raise OSError("no space left on device")
+            raise error
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(type(error)):
         go(tmp_path, experiment(), fail)
-    assert read_json(tmp_path / "run" / "status.json")["reason"] == "OSError: no space left on device"
+    assert read_json(tmp_path / "run" / "status.json")["reason"] == f"{type(error).__name__}: {error}"
     assert go(tmp_path, experiment()) == "finished"
-    assert "resumed" not in read_json(tmp_path / "run" / "run.json")
+    assert ("resumed" in read_json(tmp_path / "run" / "run.json")) == resumes
+    assert outcome(tmp_path) == whole()
+
+
+def test_a_run_goes_on_from_its_checkpoint_alone(tmp_path, whole, monkeypatch):
+    """Neither the cold start's cache nor the code and threads that warmed it up have to be there again."""
+
+    def cut(row):
+        if row["step"] == 3:
+            raise Cut
+
+    with pytest.raises(Cut):
+        go(tmp_path, experiment(), cut)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("moe_rl.cold_start.train", lambda *a: pytest.fail("the cold start was trained again"))
+    assert go(tmp_path, experiment()) == "finished"
     assert outcome(tmp_path) == whole()
 
 
@@ -126,7 +145,7 @@ def saved(tmp_path, model):
     model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     optimizer.step()
     schedule.step()
-    checkpoint.save(tmp_path / "c", model, optimizer, schedule, {"step": 1})
+    checkpoint.save(tmp_path / "c", model, optimizer, schedule, {"step": 1}, {"ids": torch.tensor([7])})
     return tmp_path / "c"
 
 
@@ -147,7 +166,7 @@ def test_a_checkpoint_that_is_damaged_or_foreign_is_refused(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="another model"):
         checkpoint.load(path, other, *Optim().build(other, 10))
     optimizer, schedule = made
-    assert checkpoint.load(path, fresh, optimizer, schedule) == {"step": 1}
+    assert checkpoint.load(path, fresh, optimizer, schedule) == ({"step": 1}, {"ids": torch.tensor([7])})
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 2e-4
 

@@ -73,8 +73,9 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
     """Claim a run's folder for writing.
 
     Yields None when the run is already finished under the same config. Marks the run failed, with the reason, when the
-    block raises an Exception; an interrupt leaves it cut off, to be resumed. Raises StoreError when another process
-    holds the run, or when the folder holds another config.
+    block raises an Exception; an interrupt leaves it cut off. A run that was cut off, or that the machine failed (an
+    OSError, of a full disk say), is to be resumed; any other failure starts again. Raises StoreError when another
+    process holds the run, or when the folder holds another config.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,8 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
             yield None
             return
         writer = RunWriter(folder)
-        writer.resumes = state == "running" and writer.checkpoint.exists() and (folder / "run.json").exists()
+        goes_on = state == "running" or (state == "failed" and read_json(folder / "status.json").get("resumable"))
+        writer.resumes = bool(goes_on) and writer.checkpoint.exists() and (folder / "run.json").exists()
         if not writer.resumes:
             for stale in [*(f"{t}.jsonl" for t in TABLES), "run.json", "status.json", writer.checkpoint.name]:
                 (folder / stale).unlink(missing_ok=True)
@@ -100,8 +102,9 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
         try:
             yield writer
         except Exception as error:
-            with contextlib.suppress(OSError):
-                writer.status("failed", reason=f"{type(error).__name__}: {error}"[:2000])
+            with contextlib.suppress(OSError):  # without room for this, status.json still says running: cut off
+                reason = f"{type(error).__name__}: {error}"[:2000]
+                writer.status("failed", reason=reason, resumable=isinstance(error, OSError))
             raise
 
 
