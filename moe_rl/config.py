@@ -18,10 +18,13 @@ from moe_rl.cold_start import ColdStart
 from moe_rl.drift import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
+from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
-from moe_rl.routers.base import Router, changes_routing
+from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
-from moe_rl.update import REPLAYS, Optim
+from moe_rl.update import REPLAYS
+
+SUFFIXES = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3", "shuffled": "_shuffled_replay"}
 
 
 class ConfigError(ValueError):
@@ -117,8 +120,7 @@ class Experiment:
     @property
     def label(self) -> str:
         """The arm's name in results: what runs, not what it was called."""
-        suffix = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3"}[self.replay]
-        return self.policy_loss.name(self.advantage) + suffix
+        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay]
 
 
 def config_folder() -> str:
@@ -187,6 +189,16 @@ def _check(e: Experiment) -> None:
         raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
+    if e.replay == "shuffled" and sequences == e.updates:
+        raise ConfigError(
+            f"arm.replay=shuffled exchanges the sequences of a mini-batch, and {sequences} sequences in {e.updates} "
+            "updates have one each; lower updates"
+        )
+    if e.optim.trains in ("no_router", "experts") and moves_by_itself(e.router):
+        raise ConfigError(
+            f"optim.trains={e.optim.trains} freezes the router, which {type(e.router).__name__} moves after every "
+            "update; choose another router or optim.trains=all"
+        )
     if e.launch.checkpoint_every < 0:
         raise ConfigError(f"launch.checkpoint_every is {e.launch.checkpoint_every}; set it to 0 or more")
     if e.launch.jobs < 1 or e.launch.threads < 1:
@@ -196,6 +208,11 @@ def _check(e: Experiment) -> None:
             raise ConfigError(f"arm.replay={e.replay} needs MoE layers; a dense model runs with arm.replay=none")
         if changes_routing(e.router):
             raise ConfigError("a router variant needs MoE layers; a dense model runs with router=native")
+        if e.optim.needs_routers:
+            raise ConfigError(
+                f"optim.trains={e.optim.trains} with optim.router_lr={e.optim.router_lr} needs MoE layers; a dense "
+                "model runs with optim.trains=all optim.router_lr=1"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- identity

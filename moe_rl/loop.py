@@ -99,8 +99,11 @@ def build_policy(
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
-    if not find_routers(model) and (e.replay != "none" or changes_routing(e.router)):
-        raise ConfigError(f"{type(model).__name__} has no MoE layers; set arm.replay=none and router=native")
+    if not find_routers(model) and (e.replay != "none" or changes_routing(e.router) or e.optim.needs_routers):
+        raise ConfigError(
+            f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all and "
+            "optim.router_lr=1"
+        )
     install(model, e.router)
     with settings_of("task"):
         check_lengths(e, model, tokenizer)

@@ -122,6 +122,27 @@ class RoutingTrace:
             extras={name: fit(values) for name, values in self.extras.items()},
         )
 
+    def of_neighbours(self) -> RoutingTrace:
+        """Each sequence with the routing of the sequence before it (the first with the last's), extras left out.
+
+        Aligned at the first known token of both, so that left padding shifts nothing; valid where both are known.
+        RoutingError for fewer than two sequences.
+        """
+        B, S = self.valid_BS.shape
+        if B < 2:
+            raise RoutingError(f"a batch of {B} sequence has no neighbours; give each mini-batch two or more")
+        first_B = self.valid_BS.long().argmax(1)
+        columns_S = torch.arange(S, device=self.valid_BS.device)
+        from_BS = columns_S - first_B[:, None] + first_B.roll(1)[:, None]
+        inside_BS = (from_BS >= 0) & (from_BS < S)
+        from_BS = from_BS.clamp(0, S - 1)
+        known_BS = self.valid_BS.roll(1, 0).gather(1, from_BS)
+        ids_BSLK = self.expert_ids_BSLK.roll(1, 0)
+        ids_BSLK = ids_BSLK.gather(1, from_BS[:, :, None, None].expand_as(ids_BSLK))
+        return dataclasses.replace(
+            self, expert_ids_BSLK=ids_BSLK, valid_BS=self.valid_BS & inside_BS & known_BS, extras={}
+        )
+
     @staticmethod
     def cat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """Traces of equal width and layers, joined along the batch."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 
-from moe_rl.policy import response_logprobs
+from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.recording import record
 from moe_rl.records import PolicyBatch, Rollouts, RoutingTrace
@@ -22,45 +22,8 @@ REPLAYS = {
     "none": "every policy routes by itself",
     "old_policy": "training forwards use the experts of the old-logprob pass (Routing Replay, R2)",
     "rollout": "training and old-logprob forwards use the experts of the sampling pass (R3, arXiv 2510.11370)",
+    "shuffled": "as old_policy, but with the experts of another sequence of the mini-batch (a placebo)",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Optim:
-    """AdamW and what surrounds it.
-
-    lr: peak learning rate. schedule: constant, linear or cosine decay to 0 after warmup_updates.
-    max_grad_norm: gradients are scaled down to this norm; 0 leaves them.
-    """
-
-    lr: float = 2e-4
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    schedule: str = "constant"
-    warmup_updates: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"optim.lr is {self.lr}; set it above 0")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
-        for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; it lies in [0, 1)")
-
-    def build(self, model: nn.Module, total_updates: int) -> tuple[torch.optim.Optimizer, Any]:
-        """(optimizer, schedule) for the model's parameters."""
-        optimizer = torch.optim.AdamW(
-            model.parameters(), self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
-        )
-        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
-        return optimizer, get_scheduler(name, optimizer, self.warmup_updates, total_updates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +64,34 @@ def old_pass(
     for rows_of_update in rows:
         parts = list(rows_of_update.split(micro_batch or len(rows_of_update)))
         batch = MiniBatch([rollouts[part] for part in parts], [advantages_B[part] for part in parts], [], [], [])
-        for part in batch.parts:
+        for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
             with contextlib.ExitStack() as stack:
                 recorder = None
-                if replayed == "rollout":
-                    stack.enter_context(replay(model, require_routing(part)))
+                if forced is not None:
+                    stack.enter_context(replay(model, forced))
                 elif replayed == "old_policy":
                     recorder = stack.enter_context(record(model, source="old"))
                 logprobs, entropy = response_logprobs(model, part)
             batch.old_logprobs.append(logprobs)
             batch.entropies.append(entropy)
-            batch.routing.append(recorder.trace if recorder is not None else part.routing)
+            batch.routing.append(recorder.trace if recorder is not None else forced)
         batches.append(batch)
     return batches
+
+
+def forced_routing(model: PreTrainedModel, parts: list[Rollouts], replayed: str) -> list[RoutingTrace | None]:
+    """What the old policy's own forwards replay, of each part of a mini-batch; None where they route live.
+
+    The placebo forces its wrong experts on the old policy too: so it shares with replay that old and new policy use the
+    same experts, and differs from it only in whose experts these are.
+    """
+    if replayed == "rollout":
+        return [require_routing(part) for part in parts]
+    if replayed == "shuffled":
+        own = [routing_of(model, part.tokens_BS, part.attention_BS, "old") for part in parts]
+        others = RoutingTrace.cat(own).of_neighbours()
+        return [others[rows] for rows in torch.arange(len(others.valid_BS)).split([len(part) for part in parts])]
+    return [None] * len(parts)
 
 
 def require_routing(rollouts: Rollouts) -> RoutingTrace:
@@ -149,7 +127,8 @@ def take_update(
         total += float(output.loss.detach())
         log_ratios.append((logprobs_BT.detach() - old_BT, part.response_BT))
         clipped.append(output.clipped_BT)
-    grad_norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grad_norm = float(nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf))
     lr = optimizer.param_groups[0]["lr"]
     if math.isfinite(total) and math.isfinite(grad_norm):
         optimizer.step()

@@ -101,6 +101,7 @@ def test_another_advantage_than_its_own_shows_in_an_arms_label():
     assert settings.build(composed("grpo", "arm.advantage=group_mean")).label == "grpo_group_mean"
     assert settings.build(composed("dr_grpo", "arm.advantage=group_std")).label == "dr_grpo_group_std"
     assert settings.build(composed("rloo", "arm.replay=rollout")).label == "rloo_r3"
+    assert settings.build(composed("gspo", "arm.replay=shuffled")).label == "gspo_shuffled_replay"
     assert settings.build(composed("rloo", "arm.advantage=group_mean")).label == "reinforce"
 
 

@@ -59,7 +59,13 @@ REFUSED = {
     "arm=dr_grpo arm.policy_loss.length=0": "length is 0.0; sums over tokens are divided by it",
     "arm=cispo arm.policy_loss.clip_low=0.2": "'clip_low' not in 'Cispo'",
     "model=tiny_dense arm=grpo_r3": "arm.replay=rollout needs MoE layers",
-    "arm.replay=sometimes": "'sometimes'; choose one of none, old_policy, rollout",
+    "arm.replay=sometimes": "'sometimes'; choose one of none, old_policy, rollout, shuffled",
+    "arm=grpo_shuffled_replay prompts=1 completions=4 updates=4": "4 sequences in 4 updates have one each",
+    "optim.trains=half": "'half'; choose one of all, no_router, router, experts",
+    "optim.trains=no_router optim.router_lr=2": "trains no router; set it to 1",
+    "optim.trains=no_router router=balanced": "freezes the router, which Balanced moves",
+    "model=tiny_dense optim.trains=router": "optim.trains=router .* needs MoE layers",
+    "model=tiny_dense optim.router_lr=2": "a dense model runs with optim.trains=all",
     "router=binned router.width=-1": "width is -1.0",
     "model=tiny_dense arm=grpo_routing_replay": "needs MoE layers; a dense model runs with arm.replay=none",
     "model=tiny_dense router=binned": "a dense model runs with router=native",
@@ -122,7 +128,7 @@ def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
 def test_help_and_config_are_readable(monkeypatch, capsys):
     code, out, _ = train_here(monkeypatch, capsys, "--help")
     assert code == 0
-    assert "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_r3, grpo_routing_replay, gspo" in out
+    assert "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_r3, grpo_routing_replay, grpo_shuffled_replay, gspo" in out
     assert "router: balanced, binned" in out
     code, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
     assert "clip_high: 0.27" in out

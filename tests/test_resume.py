@@ -17,18 +17,20 @@ from moe_rl.cold_start import ColdStart
 from moe_rl.config import Experiment, Launch
 from moe_rl.drift import DriftSettings
 from moe_rl.engines.hf import Hf
+from moe_rl.optim import Optim
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.native import Native
 from moe_rl.store import TABLES, open_run, read_json, read_table, state_of
-from moe_rl.update import Optim
+
+OPTIM = Optim(lr=1e-2, schedule="linear", warmup_updates=2)
 
 
-def experiment(arm="grpo_routing_replay", router=None, steps=4, **changes):
+def experiment(arm="grpo_routing_replay", router=None, steps=4, optim=None, **changes):
     return Experiment(
         study_name="s", seed=0, steps=steps, prompts=4, completions=2, updates=2, micro_batch=0,
         activation_checkpointing=False, eval_prompts=4, eval_every=2, advantage="group_std", **ARMS[arm], model=SMALL,
         router=router or Native(), task=Vowels(), engine=Hf(max_new_tokens=6),
-        optim=Optim(lr=1e-2, schedule="linear", warmup_updates=2), cold_start=ColdStart(steps=2, batch_size=4),
+        optim=optim or OPTIM, cold_start=ColdStart(steps=2, batch_size=4),
         drift=DriftSettings(rollouts=2, probe=2, trace_every=2), launch=Launch(keep_policy=True), **changes,
     )  # fmt: skip
 
@@ -82,6 +84,21 @@ def test_a_run_interrupted_after_any_step_ends_as_if_it_had_not_been(tmp_path, w
     assert [row["step"] for row in seen] == list(range(after if after > 1 else 0, 5))
     assert ("resumed" in read_json(tmp_path / "run" / "run.json")) == (after > 1)
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize("optim", [{"trains": "no_router"}, {"trains": "router"}, {"router_lr": 3.0}], ids=str)
+def test_a_run_that_trains_some_weights_goes_on_as_if_it_had_not_been_cut(tmp_path, optim):
+    def cut(row):
+        if row["step"] == 3:
+            raise Cut
+
+    e = experiment(optim=dataclasses.replace(OPTIM, **optim))
+    go(tmp_path / "whole", e)
+    with pytest.raises(Cut):
+        go(tmp_path / "cut", e, cut)
+    assert go(tmp_path / "cut", e) == "finished"
+    assert "resumed" in read_json(tmp_path / "cut" / "run" / "run.json")
+    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
 
 
 def test_sigkill_at_random_instants_changes_nothing(tmp_path, whole):

@@ -10,13 +10,15 @@ from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 
 from moe_rl import record
 from moe_rl.drift import compare
+from moe_rl.optim import Optim
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
-from moe_rl.records import LossOutput, Rollouts, RoutingError
+from moe_rl.records import LossOutput, Rollouts, RoutingError, RoutingTrace
+from moe_rl.routers.base import install
+from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.update import (
-    Optim,
     clip_columns,
     make_deterministic,
     old_pass,
@@ -27,6 +29,7 @@ from moe_rl.update import (
 
 ARMS = {"grpo": (Grpo(), "none"), "grpo_routing_replay": (Grpo(), "old_policy"), "gspo": (Gspo(), "none")}
 ARMS |= {"grpo_r3": (Grpo(), "rollout"), "gspo_routing_replay": (Gspo(), "old_policy")}
+ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):
@@ -212,6 +215,9 @@ def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
         for batch, wanted in zip(batches, rows, strict=True):
             assert torch.equal(torch.cat(batch.advantages), A[wanted])
             assert torch.equal(torch.cat([part.tokens_BS for part in batch.parts]), data.tokens_BS[wanted])
+            if replayed == "none":
+                assert set(batch.routing) == {None}
+                continue
             routing = torch.cat([routing.expert_ids_BSLK for routing in batch.routing])
             if replayed == "old_policy":
                 own = routing_of(model, data.tokens_BS, data.attention_BS)[wanted]
@@ -235,7 +241,7 @@ def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("arm", ["grpo_routing_replay", "grpo_r3"])
+@pytest.mark.parametrize("arm", ["grpo_routing_replay", "grpo_r3", "grpo_shuffled_replay"])
 def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_drifts(arm, checkpointing):
     model = tiny()
     if checkpointing:
@@ -275,6 +281,30 @@ def test_replay_keeps_ratios_nearer_to_1_where_flips_dominate():
         model = tiny(experts=32, top_k=2, layers=4, expert_size=32)
         spread[arm] = train(model, arm, lr=1e-4, data=rollouts(batch=16))[1]["log_w_sd"]
     assert spread["grpo_routing_replay"] < spread["grpo"]
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1, 3])
+def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(micro_batch):
+    """Whatever the micro-batches: they change memory only."""
+    model, data = tiny(), rollouts()
+    rows = split_rows(8, 2, 3)
+    own = routing_of(model, data.tokens_BS, data.attention_BS)
+    natural, _ = response_logprobs(model, data)
+    for batch, of_update in zip(old_pass(model, data, advantages(), rows, micro_batch, "shuffled"), rows, strict=True):
+        got = RoutingTrace.cat(batch.routing)
+        for place, row in enumerate(of_update.tolist()):
+            other = of_update[place - 1].item()
+            mine, theirs = own.valid_BS[row].nonzero().flatten(), own.valid_BS[other].nonzero().flatten()
+            both = min(len(mine), len(theirs))
+            assert got.valid_BS[place].nonzero().flatten().tolist() == mine[:both].tolist()
+            assert torch.equal(got.expert_ids_BSLK[place, mine[:both]], own.expert_ids_BSLK[other, theirs[:both]])
+        old = torch.cat(batch.old_logprobs)
+        assert (old - natural[of_update]).abs().max() > 1e-2, "the old policy uses the wrong experts too"
+
+
+def test_shuffled_replay_of_a_single_sequence_is_refused():
+    with pytest.raises(RoutingError, match="1 sequence has no neighbours"):
+        old_pass(tiny(), rollouts(), advantages(), split_rows(8, 8, 0), 0, "shuffled")
 
 
 def test_replaying_rollouts_without_routing_is_refused():
@@ -381,6 +411,9 @@ def test_columns_of_an_update_are_those_that_the_store_knows():
         *({name: value} for name in ("beta1", "beta2") for value in (1.0, -0.1, math.nan)),
         {"warmup_updates": -1},
         {"schedule": "off"},
+        {"trains": "half"},
+        {"router_lr": 0.0},
+        {"router_lr": 2.0, "trains": "no_router"},
     ],
     ids=str,
 )
@@ -426,6 +459,74 @@ def test_gradients_are_scaled_down_to_the_norm_and_0_leaves_them():
     assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-5)
     assert steps[1e-3][0] == pytest.approx(steps[0.0][0])
     assert steps[1e-3][1] == pytest.approx(1e-3, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- what is trained
+def kind_of(name):
+    """router, experts or rest, by the names of the families at hand."""
+    if ".gate." in name or ".router." in name:
+        return "router"
+    return "experts" if ".experts." in name else "rest"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("trains", "moving"),
+    [
+        ("all", {"router", "experts", "rest"}),
+        ("no_router", {"experts", "rest"}),
+        ("router", {"router"}),
+        ("experts", {"experts"}),
+    ],
+)
+def test_weights_that_are_not_trained_stay_bit_identical_and_the_others_move(family, trains, moving):
+    model, data = tiny(family), rollouts()
+    before = weights(model)
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")
+    optimizer, schedule = Optim(lr=1e-2, weight_decay=0.1, trains=trains).build(model, 2)
+    for batch in batches:
+        row = take_update(model, optimizer, schedule, batch, Grpo(), "none", 0.0)
+        trained = [p.grad.flatten() for n, p in model.named_parameters() if kind_of(n) in moving and p.grad is not None]
+        assert row["grad_norm"] == pytest.approx(torch.cat(trained).norm().item(), rel=1e-5)
+    changed = {kind: [] for kind in ("router", "experts", "rest")}
+    for name, parameter in model.named_parameters():
+        changed[kind_of(name)].append(not torch.equal(parameter, before[name]))
+    for kind, moved in changed.items():
+        assert moved, kind
+        assert any(moved) == (kind in moving), kind
+        assert all(moved) == (kind in moving), kind
+
+
+def test_routers_learn_at_their_multiple_of_the_rate_and_follow_the_schedule():
+    model = tiny()
+    optimizer, schedule = Optim(lr=0.1, router_lr=3.0, schedule="linear").build(model, 4)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.075, 0.225])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = [{kind_of(names[id(p)]) for p in group["params"]} for group in optimizer.param_groups]
+    assert kinds == [{"experts", "rest"}, {"router"}]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
+
+
+def test_weights_of_a_variant_are_the_routers_and_what_was_frozen_stays_frozen():
+    model = tiny(layers=2)
+    install(model, LearnedPrior())
+    model.lm_head.weight.requires_grad_(False)
+    optimizer, _ = Optim(trains="router").build(model, 1)
+    assert len(optimizer.param_groups[0]["params"]) == 4  # a weight and a prior each
+    Optim(trains="experts").build(twin := tiny(layers=2), 1)
+    assert {kind_of(name) for name, p in twin.named_parameters() if p.requires_grad} == {"experts"}
+    rest = tiny(layers=2)
+    rest.lm_head.weight.requires_grad_(False)
+    optimizer, _ = Optim(trains="no_router").build(rest, 1)
+    assert not any(p is rest.lm_head.weight for group in optimizer.param_groups for p in group["params"])
+
+
+def test_a_dense_model_has_no_routers_to_train():
+    for wrong in ({"trains": "router"}, {"trains": "no_router"}, {"router_lr": 2.0}):
+        with pytest.raises(RoutingError, match="has no MoE layers"):
+            Optim(**wrong).build(tiny("dense"), 1)
 
 
 def test_make_deterministic_puts_all_but_checkpointed_layers_in_eval_mode():

@@ -76,6 +76,7 @@ FIELD = {  # the other arms of conf/arm
     "minirl": Look("#661100", (0, (3, 1.2)), "h"),
     "rloo": Look("#999933", (0, (7, 2)), "<"),
     "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
+    "grpo_shuffled_replay": Look("#BBAA88", (0, (1.2, 1.2)), "H"),
     "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
 }
 SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")

@@ -101,6 +101,36 @@ def require_routers(model: nn.Module) -> list[RouterSite]:
     return sites
 
 
+def router_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the routers, those that a router variant attached included. RoutingError for a dense model."""
+    found = []
+    for site in require_routers(model):
+        inside = getattr(site.module, "experts", None)  # where the block itself chooses
+        experts = set(inside.parameters()) if isinstance(inside, nn.Module) else set()
+        found += [parameter for parameter in site.module.parameters() if parameter not in experts]
+    return found
+
+
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The routed experts of each router's block, shared experts apart. RoutingError where a block has none."""
+    found = []
+    for site in require_routers(model):
+        block = model.get_submodule(site.name.rpartition(".")[0])
+        experts = getattr(site.module, "experts", getattr(block, "experts", None))
+        if not isinstance(experts, nn.Module) or not any(True for _ in experts.parameters()):
+            raise RoutingError(
+                f"the experts of {site.name} ({type(model).__name__}) cannot be found: neither it nor its block has "
+                "a module named experts"
+            )
+        found.append(experts)
+    return found
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the routed experts; see `expert_modules`."""
+    return [parameter for module in expert_modules(model) for parameter in module.parameters()]
+
+
 def _router_classes(model: nn.Module) -> tuple[type, ...]:
     classes: list[type] = []
     for module in model.modules():

@@ -46,6 +46,11 @@ def changes_routing(variant: Router) -> bool:
     return type(variant).select is not Router.select or type(variant).gate is not Router.gate
 
 
+def moves_by_itself(variant: Router) -> bool:
+    """Whether a variant changes its own state after an update, without a gradient."""
+    return type(variant).after_update is not Router.after_update
+
+
 def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     """Let `variant` choose in every router of `model`, until the returned function takes it and its state away.
 

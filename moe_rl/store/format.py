@@ -41,7 +41,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "update": "optimizer step within the batch, 1 to M",
         "loss": "value of the policy loss",
         "grad_norm": "gradient norm before clipping",
-        "lr": "learning rate",
+        "lr": "learning rate; of the routers where only they are trained, else of all other weights",
         "clip_frac": "share of tokens whose gradient is clipped away",
         "clip_frac_sequences": "share of sequences with at least one clipped token",
         "log_w_sd": "standard deviation of the token log ratio, nats",

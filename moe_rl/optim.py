@@ -1,0 +1,93 @@
+"""The optimizer: AdamW, its schedule, and which weights it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from moe_rl.models.families import expert_parameters, router_parameters
+
+TRAINS = {
+    "all": "every weight",
+    "no_router": "every weight but the routers' (frozen router)",
+    "router": "the routers' weights alone",
+    "experts": "the weights of the routed experts alone",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW and what surrounds it.
+
+    lr: peak learning rate. schedule: constant, linear or cosine decay to 0 after warmup_updates.
+    max_grad_norm: gradients of the trained weights are scaled down to this norm; 0 leaves them.
+    trains: one of TRAINS. The cold start trains everything whatever it says. Shared experts are no routed experts.
+    router_lr: the routers' learning rate, as a multiple of lr.
+    """
+
+    lr: float = 2e-4
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_updates: int = 0
+    trains: str = "all"
+    router_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "router_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; set it above 0")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
+        for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it lies in [0, 1)")
+        if self.trains not in TRAINS:
+            raise ValueError(f"optim.trains is {self.trains!r}; choose one of {', '.join(TRAINS)}")
+        if self.router_lr != 1 and self.trains in ("no_router", "experts"):
+            raise ValueError(
+                f"optim.router_lr is {self.router_lr} and optim.trains={self.trains} trains no router; set it to 1"
+            )
+
+    @property
+    def needs_routers(self) -> bool:
+        """Whether the settings tell routers or experts from other weights, which a dense model cannot."""
+        return self.trains != "all" or self.router_lr != 1
+
+    def build(self, model: nn.Module, total_updates: int) -> tuple[torch.optim.Optimizer, Any]:
+        """(optimizer, schedule) for the weights that are trained; the others no longer require a gradient.
+
+        Call it after the cold start. RoutingError where weights must be told apart and the model has no routers, or
+        experts that cannot be found.
+        """
+        optimizer = torch.optim.AdamW(
+            self._groups(model), self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
+        )
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        return optimizer, get_scheduler(name, optimizer, self.warmup_updates, total_updates)
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        if not self.needs_routers:
+            return [{"params": list(model.parameters())}]
+        routers = set(router_parameters(model))
+        chosen = set(expert_parameters(model)) if self.trains == "experts" else routers
+        for parameter in model.parameters():
+            if self.trains != "all" and (parameter in chosen) == (self.trains == "no_router"):
+                parameter.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trained if parameter not in routers], "lr": self.lr},
+            {"params": [parameter for parameter in trained if parameter in routers], "lr": self.lr * self.router_lr},
+        ]
+        return [group for group in groups if group["params"]]
