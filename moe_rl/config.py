@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from moe_rl import discovery
 from moe_rl.advantage import ADVANTAGES
 from moe_rl.cold_start import ColdStart
-from moe_rl.drift import DriftSettings
+from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim

@@ -19,7 +19,7 @@ from moe_rl import checkpoint
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.config import ConfigError, Experiment, settings_of
-from moe_rl.drift import DriftMeter
+from moe_rl.drift_meter import DriftMeter
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
 from moe_rl.provenance import provenance

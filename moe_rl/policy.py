@@ -39,13 +39,14 @@ def response_logprobs(model: PreTrainedModel, rollouts: Rollouts) -> tuple[Tenso
 
 @torch.no_grad()
 def routing_of(
-    model: PreTrainedModel, tokens_BS: Tensor, attention_BS: Tensor, source: str = "", update: int = 0
+    model: PreTrainedModel, tokens_BS: Tensor, attention_BS: Tensor, source: str = "", update: int = 0, **asked: bool
 ) -> RoutingTrace:
     """The experts that `model` chooses, of itself, on given tokens; valid on real tokens.
 
+    asked: what else to record, such as margins=True; see `record`.
     The caller sees to it that no replay is in force and that the model is in eval mode (no router jitter).
     """
-    with record(model, source=source, update=update) as recorder:
+    with record(model, source=source, update=update, **asked) as recorder:
         model(
             input_ids=tokens_BS,
             attention_mask=attention_BS.long(),

@@ -15,7 +15,7 @@ from test_laws import ARMS, SECONDS, SMALL, Vowels
 from moe_rl import checkpoint, loop
 from moe_rl.cold_start import ColdStart
 from moe_rl.config import Experiment, Launch
-from moe_rl.drift import DriftSettings
+from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.hf import Hf
 from moe_rl.optim import Optim
 from moe_rl.routers.balanced import Balanced

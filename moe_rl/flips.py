@@ -1,0 +1,68 @@
+"""The flip decomposition: which part of the importance ratio changed experts make, and which changed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe_rl.drift import changed_experts
+from moe_rl.policy import response_logprobs
+from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.replaying import replay
+
+
+@torch.no_grad()
+def flip_terms(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    old: tuple[RoutingTrace, Tensor],
+    new: tuple[RoutingTrace, Tensor],
+) -> dict[str, Any]:
+    """Columns of the table `drift`, over the response tokens; one replayed forward of `model`.
+
+    log w = log pi_new - log pi_old, every policy with its own routing, splits into
+        flip term   = log pi_new(own routing) - log pi_new(old routing)
+        weight term = log pi_new(old routing) - log pi_old
+    old, new: routing and log probabilities [B, T] of `rollouts` under the old policy and under `model` as it is now,
+    replay off, from forwards of this very batch: another shape alone would move them in low precision.
+
+    An arm that replays routing in training uses the weight term alone for its ratio; its flip term says what replay
+    spares it.
+    """
+    (old_routing, old_BT), (new_routing, new_BT) = old, new
+    with replay(model, old_routing):
+        replayed_BT, _ = response_logprobs(model, rollouts)
+    changed_BSL = changed_experts(old_routing.expert_ids_BSLK, new_routing.expert_ids_BSLK) > 0
+    T = rollouts.response_BT.shape[1]
+    # A token's probability is read off the position before it: that one's routing made it.
+    layers_BT = changed_BSL[:, -T - 1 : -1].sum(-1)
+    return split_ratio(old_BT, new_BT, replayed_BT, layers_BT, rollouts.response_BT, old_routing.num_layers)
+
+
+def split_ratio(
+    old_BT: Tensor, new_BT: Tensor, replayed_BT: Tensor, layers_BT: Tensor, mask_BT: Tensor, num_layers: int
+) -> dict[str, Any]:
+    """The columns from log probabilities: of the old policy, of the new one, and of the new one with old routing.
+
+    layers_BT: in how many layers the predicting position's expert set changed. RMS and means are over mask_BT, nats;
+    nan where no token counts. The three RMS do not add up, the terms of each token do.
+    """
+    old_N, new_N, replayed_N = (values_BT[mask_BT].double() for values_BT in (old_BT, new_BT, replayed_BT))
+    size_N, layers_N = (new_N - old_N).abs(), layers_BT[mask_BT]
+    by_layers = torch.bincount(layers_N, weights=size_N, minlength=num_layers + 1)
+    tokens = torch.bincount(layers_N, minlength=num_layers + 1)
+    return {
+        "flip_rms": _rms(new_N - replayed_N),
+        "weight_rms": _rms(replayed_N - old_N),
+        "log_w_rms": _rms(size_N),
+        "log_w_flipped": float(by_layers[1:].sum() / tokens[1:].sum()),
+        "log_w_unflipped": float(by_layers[0] / tokens[0]),
+        "log_w_by_changed_layers": (by_layers / tokens).tolist(),
+    }
+
+
+def _rms(values_N: Tensor) -> float:
+    return float(values_N.square().mean().sqrt())
