@@ -20,6 +20,9 @@ from moe_rl.store import Study
 
 KNOWN_ARMS = ("grpo", "grpo_routing_replay", "gspo")
 UNFINISHED = ("running", "cut_off")
+COMPARISON = [
+    "knobs", "other_knobs", "first", "second", "n", "difference", "low", "high", "p", "sign_flip_p", "claim",
+]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- what is in the study
@@ -205,42 +208,58 @@ def summary_table(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def settings_to_compare(study: Study, first: str, second: str) -> list[tuple[str, str]]:
+    """Knob settings at which two arms meet: those that both have, else the only one of each (each arm's own)."""
+    one, other = ([knobs for knobs in knobs_of(study) if runs_in(study, arm, knobs)] for arm in (first, second))
+    shared = [(knobs, knobs) for knobs in one if knobs in other]
+    return shared or ([(one[0], other[0])] if len(one) == len(other) == 1 else [])
+
+
 def comparison_table(study: Study) -> pd.DataFrame:
     """A row per pair of arms at one knob setting: final reward, first minus second, paired by seed, finished runs only.
 
-    Columns: knobs, first, second, n, difference, low, high (95 % t interval, NaN below 2 pairs), p (paired t test, Holm
-    over all rows, NaN below 5 pairs) and claim: 'differ', 'no difference shown' or 'too few seeds for ...'.
+    Two arms that share no setting are compared if each has one only: its own. Columns: knobs (of the first),
+    other_knobs (of the second), first, second, n, difference, low, high (95 % t interval, NaN below 2 pairs), p (paired
+    t test) and sign_flip_p (exact; NaN above 20 pairs), both Holm over all rows and NaN below 5 pairs, and claim, by p:
+    'differ', 'no difference shown' or 'too few seeds for ...'.
     """
     runs = run_measures(study)
     runs = runs[(runs["state"] == "finished") & runs["final_reward"].notna()]
     rows: list[dict[str, Any]] = []
-    p_values: dict[str, float] = {}
-    for knobs, (first, second) in itertools.product(knobs_of(study), itertools.combinations(arms_of(study), 2)):
-        a, b = (
-            runs[(runs["arm"] == arm) & (runs["knobs"] == knobs)].set_index("seed")["final_reward"].to_dict()
-            for arm in (first, second)
-        )
-        if not a.keys() & b.keys():
-            continue
-        difference = stats.paired_difference(a, b)
-        if difference.n >= stats.CLAIM_RUNS:
-            p_values[str(len(rows))] = stats.t_test_p(stats.paired(a, b))
-        rows.append(
-            {
-                "knobs": knobs,
-                "first": first,
-                "second": second,
-                "n": difference.n,
-                "difference": difference.value,
-                "low": difference.low,
-                "high": difference.high,
-            }
-        )
-    adjusted = stats.holm({name: 1.0 if np.isnan(p) else p for name, p in p_values.items()})
+    p_values: dict[str, dict[str, float]] = {"p": {}, "sign_flip_p": {}}
+    for first, second in itertools.combinations(arms_of(study), 2):
+        for settings in settings_to_compare(study, first, second):
+            a, b = (
+                runs[(runs["arm"] == arm) & (runs["knobs"] == knobs)].set_index("seed")["final_reward"].to_dict()
+                for arm, knobs in zip((first, second), settings, strict=True)
+            )
+            if not a.keys() & b.keys():
+                continue
+            difference = stats.paired_difference(a, b)
+            if difference.n >= stats.CLAIM_RUNS:
+                p = stats.t_test_p(stats.paired(a, b))
+                p_values["p"][str(len(rows))] = 1.0 if np.isnan(p) else p
+            if stats.CLAIM_RUNS <= difference.n <= stats.EXACT_LIMIT:
+                p_values["sign_flip_p"][str(len(rows))] = stats.sign_flip_p(stats.paired(a, b))
+            rows.append(
+                {
+                    "knobs": settings[0],
+                    "other_knobs": settings[1],
+                    "first": first,
+                    "second": second,
+                    "n": difference.n,
+                    "difference": difference.value,
+                    "low": difference.low,
+                    "high": difference.high,
+                }
+            )
+    adjusted = {test: stats.holm(values) for test, values in p_values.items()}
     for number, row in enumerate(rows):
-        row["p"] = adjusted.get(str(number), float("nan"))
+        row |= {test: values.get(str(number), float("nan")) for test, values in adjusted.items()}
         row["claim"] = stats.TOO_FEW if np.isnan(row["p"]) else "differ" if row["p"] < 0.05 else "no difference shown"
-    return pd.DataFrame(rows, columns=["knobs", "first", "second", "n", "difference", "low", "high", "p", "claim"])
+    order = {knobs: place for place, knobs in enumerate(knobs_of(study))}
+    rows.sort(key=lambda row: order[row["knobs"]])
+    return pd.DataFrame(rows, columns=COMPARISON)
 
 
 def _cell(value: float, digits: int = 3) -> str:
@@ -294,6 +313,7 @@ def print_summary(study: Study, file: IO[str] | None = None) -> None:
     for row in comparison_table(study).to_dict("records"):
         difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
         at = "" if row["knobs"] == "default" else f" at {row['knobs']}"
+        at += "" if row["knobs"] == row["other_knobs"] else f" against {row['other_knobs']}"
         p = "" if np.isnan(row["p"]) else f", p = {row['p']:.2g} (paired t, Holm)"
         print(f"{row['first']} minus {row['second']}{at}: {difference}{p}; {row['claim']}", file=out)
     for told in incidents(study):

@@ -113,6 +113,18 @@ def test_from_five_seeds_on_pairs_are_compared_with_holm(tmp_path):
     raw = {pair: scipy_stats.ttest_rel(arms[pair[0]], arms[pair[1]]).pvalue for pair in pairs.index}
     assert clear["p"] == pytest.approx(3 * min(raw.values()))
     assert null["p"] == pytest.approx(max(raw.values()))
+    assert clear["sign_flip_p"] == pytest.approx(3 * 2 / 2**5)  # all five of one sign: the least that 5 seeds can give
+
+
+def test_arms_at_settings_of_their_own_are_compared_if_each_has_one(tmp_path):
+    for seed in range(5):
+        write_run(tmp_path, "grpo", seed, [0.3 + 0.01 * seed], knobs={"optim.lr": 1e-4})
+        write_run(tmp_path, "gspo", seed, [0.5 + 0.02 * seed], knobs={"optim.lr": 2e-4})
+    (row,) = summary.comparison_table(read_study(tmp_path / "s")).to_dict("records")
+    assert (row["knobs"], row["other_knobs"]) == ("optim.lr=0.0001", "optim.lr=0.0002")
+    assert (row["n"], row["difference"]) == (5, pytest.approx(-0.22))
+    write_run(tmp_path, "grpo", 0, [0.4], knobs={"optim.lr": 3e-4})
+    assert summary.comparison_table(read_study(tmp_path / "s")).empty
 
 
 def test_knob_settings_are_ordered_by_number_and_named_shortly(tmp_path):
