@@ -166,7 +166,7 @@ def run_measures(study: Study) -> pd.DataFrame:
                 "cpu_s": float(cpu if pd.notna(cpu) else steps["cpu_s"].max()),
             }
         )
-    return pd.DataFrame(rows)
+    return study.exactly(pd.DataFrame(rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- tables

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_rl import store
+from moe_rl.store.format import unflatten
 
 ARMS = ("grpo", "grpo_routing_replay", "gspo")
 Runs = Sequence[tuple[str, int]]
@@ -44,7 +45,7 @@ def make_study(
                 if (arm, seed) in missing:
                     continue
                 folder = store.run_folder(results, study, arm, settings, seed)
-                config = {"arm": arm, "seed": seed, "knobs": dict(settings)}
+                config = unflatten({"arm": arm, "seed": seed, **settings})
                 run = _Run(arm, seed, dict(settings), steps, updates, 0 if dense else layers, top_k, experts)
                 end = 1 + int(steps * 0.45)
                 with contextlib.suppress(CrashError), store.open_run(folder, config) as writer:

@@ -12,27 +12,33 @@
         checkpoint.safetensors   the state after the last whole step, while the run is not finished
         lock            held by the process that writes; the kernel frees it when that process dies
 
+A study can also be packed into a few small files (packing.py); `read_study` reads either.
+
 A second launch of a finished run does nothing, of one that was cut off goes on from its checkpoint, of a failed one
 starts it again; with another config it is refused.
 """
 
 from moe_rl.store.format import (
     DONE,
+    KEY,
     LEGEND,
     LONGEST_NAME,
     QUANTILES,
     TABLES,
     StoreError,
+    Study,
     differing_keys,
     flatten,
     read_json,
     run_folder,
+    shared_and_varied,
 )
-from moe_rl.store.reading import Study, read_study, read_table, run_folders, state_of
+from moe_rl.store.packing import is_packed, pack
+from moe_rl.store.reading import read_study, read_table, run_folders, state_of
 from moe_rl.store.writing import RunWriter, check_config, open_run
 
 __all__ = [
-    "DONE", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "check_config",
-    "differing_keys", "flatten", "open_run", "read_json", "read_study", "read_table", "run_folder", "run_folders",
-    "state_of",
+    "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "check_config",
+    "differing_keys", "flatten", "is_packed", "open_run", "pack", "read_json", "read_study", "read_table", "run_folder",
+    "run_folders", "shared_and_varied", "state_of",
 ]  # fmt: skip

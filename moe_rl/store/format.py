@@ -1,19 +1,23 @@
-"""What lies in a results folder: columns, names, states, JSON."""
+"""What lies in a results folder: columns, names, states, settings, JSON."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import pandas as pd
 
 FORMAT = 1
 DONE = ("finished", "diverged")
 LONGEST_NAME = 200  # file systems stop at 255 bytes
 TABLES = ("steps", "updates", "drift")
+KEY = ("arm", "knobs", "seed")  # what names a run within its study
 
 LEGEND: dict[str, dict[str, str]] = {
     "steps": {
@@ -87,6 +91,38 @@ class StoreError(RuntimeError):
     """A results folder that cannot be used as asked; the message says what to do."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study read from disk. Every table carries the columns arm, knobs, seed; lists stay lists.
+
+    runs: one row a run: arm, knobs, seed, state, reason, folder and all of run.json.
+    steps, updates, drift: see LEGEND; runs that have not finished contribute the lines they have.
+    configs: the resolved settings of each row of `runs`. exact: of a packed study, numbers of each run that were taken
+    before; thinned: what its tables leave out, '' for nothing.
+    """
+
+    folder: Path
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    drift: pd.DataFrame
+    configs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    exact: pd.DataFrame | None = None
+    thinned: str = ""
+
+    def setting(self, name: str) -> pd.Series[Any]:
+        """A setting of each run, such as optim.lr, in the order of `runs`; None where a run has no such setting."""
+        return pd.Series([flatten(config).get(name) for config in self.configs], index=self.runs.index, dtype=object)
+
+    def exactly(self, numbers: pd.DataFrame) -> pd.DataFrame:
+        """A table with a row a run, its columns as they were before this study was packed."""
+        if self.exact is None:
+            return numbers
+        kept = self.exact.set_index(list(KEY)).reindex(pd.MultiIndex.from_frame(numbers[list(KEY)]))
+        names = [name for name in numbers if name in kept]
+        return numbers.assign(**{name: kept[name].to_numpy() for name in names})
+
+
 def to_json(value: Any) -> Any:
     """JSON has no NaN: a non-finite number becomes the string that Python's float() reads back."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -128,6 +164,28 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `flatten`."""
+    config: dict[str, Any] = {}
+    for name, value in flat.items():
+        *groups, leaf = name.split(".")
+        place = config
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = value
+    return config
+
+
+def shared_and_varied(configs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Settings with dotted names: those that all configs share, and of each config all others."""
+    flat = [flatten(config) for config in configs]
+    shared = {
+        name: value for name, value in (flat[0] if flat else {}).items()
+        if all(name in other and other[name] == value for other in flat)
+    }  # fmt: skip
+    return shared, [{name: value for name, value in one.items() if name not in shared} for one in flat]
 
 
 def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

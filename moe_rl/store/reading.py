@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
-from moe_rl.store.format import DONE, FORMAT, LEGEND, TABLES, StoreError, from_json, read_json
+from moe_rl.store.format import DONE, FORMAT, LEGEND, TABLES, StoreError, Study, from_json, read_json
+from moe_rl.store.packing import is_packed, unpack
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def state_of(folder: Path) -> str:
@@ -34,21 +37,6 @@ def _locked(folder: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """A study read from disk. Every table carries the columns arm, knobs, seed; lists stay lists.
-
-    runs: one row a run: arm, knobs, seed, state, reason, folder and all of run.json.
-    steps, updates, drift: see LEGEND; runs that have not finished contribute the lines they have.
-    """
-
-    folder: Path
-    runs: pd.DataFrame
-    steps: pd.DataFrame
-    updates: pd.DataFrame
-    drift: pd.DataFrame
 
 
 def run_folders(study: str | Path) -> list[Path]:
@@ -82,9 +70,13 @@ def read_table(folder: Path, table: str) -> list[dict[str, Any]]:
 
 
 def read_study(folder: str | Path) -> Study:
-    """Read all runs of a study. Raises StoreError for an empty or damaged study."""
+    """Read all runs of a study, packed or not. Raises StoreError for an empty or damaged study."""
     folder = Path(folder)
     paths = run_folders(folder)
+    if is_packed(folder):
+        if paths:
+            raise StoreError(f"{folder} holds runs and a packed study; move the *.parquet files elsewhere")
+        return unpack(folder)
     if not paths:
         raise StoreError(f"no runs below {folder}; give the folder of a study that has run, such as results/<study>")
     runs: list[dict[str, Any]] = []
@@ -98,8 +90,14 @@ def read_study(folder: str | Path) -> Study:
         runs.append({**facts, **status, **key, "state": state_of(path), "folder": str(path)})
         for table in TABLES:
             tables[table].extend({**key, **row} for row in read_table(path, table))
-    return Study(
-        folder,
-        pd.DataFrame(runs),
-        *(pd.DataFrame(tables[t], columns=["arm", "knobs", "seed", *LEGEND[t]]) for t in TABLES),
-    )
+    frames = {t: pd.DataFrame(tables[t], columns=["arm", "knobs", "seed", *LEGEND[t]]) for t in TABLES}
+    return Study(folder, pd.DataFrame(runs), **frames, configs=[read_config(path) for path in paths])
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved settings of a run. StoreError when they are missing or damaged."""
+    try:
+        config = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=LOADER)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(f"{folder}/config.yaml cannot be read; delete {folder} and run it again") from error
+    return dict(config or {})
