@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from moe_rl.advantage import ADVANTAGES
 from moe_rl.cli import settings
-from moe_rl.update import REPLAYS
+from moe_rl.corrections import CORRECTIONS
+from moe_rl.update import OLD_LOGPROBS, REPLAYS
 
 TABLE = Path(__file__).resolve().parents[1] / "moe_rl" / "policy_losses" / "METHODS.md"
 REDUCTIONS = {
@@ -53,6 +54,8 @@ def row(arm: str) -> list[str]:
         loss.reduction,
         config.arm.advantage,
         config.arm.replay,
+        config.arm.old_logprobs,
+        config.arm.correction,
         source.rstrip("."),
     ]
 
@@ -61,11 +64,28 @@ def table() -> str:
     """The text of METHODS.md."""
     with initialize_config_dir(settings.config_folder(), version_base="1.3"):
         rows = [row(arm) for arm in arms()]
-    columns = ["arm", "loss", "ratio", "settings", "reduction", "advantage", "replay", "source"]
+    columns = [
+        "arm",
+        "loss",
+        "ratio",
+        "settings",
+        "reduction",
+        "advantage",
+        "replay",
+        "old logprobs",
+        "correction",
+        "source",
+    ]
     lines = [columns, ["---"] * len(columns), *rows]
     legend = [
         f"\n{title}\n\n" + "".join(f"- `{name}`: {meaning}\n" for name, meaning in meanings.items())
-        for title, meanings in (("Reductions:", REDUCTIONS), ("Advantages:", ADVANTAGES), ("Replay:", REPLAYS))
+        for title, meanings in (
+            ("Reductions:", REDUCTIONS),
+            ("Advantages:", ADVANTAGES),
+            ("Replay:", REPLAYS),
+            ("Old logprobs:", OLD_LOGPROBS),
+            ("Correction of the gap between sampler and trainer, c = old policy / sampler:", CORRECTIONS),
+        )
     ]
     return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(legend) + FOOT
 

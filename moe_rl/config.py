@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from moe_rl import discovery
 from moe_rl.advantage import ADVANTAGES
 from moe_rl.cold_start import ColdStart
+from moe_rl.corrections import NO_CORRECTION, Correction
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
@@ -22,7 +23,7 @@ from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
-from moe_rl.update import REPLAYS
+from moe_rl.update import OLD_LOGPROBS, REPLAYS
 
 SUFFIXES = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3", "shuffled": "_shuffled_replay"}
 
@@ -42,11 +43,18 @@ def settings_of(group: str) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Arm:
-    """A compared method: a policy loss, its advantages, and what its training forwards replay."""
+    """A compared method: a policy loss, its advantages, what its training forwards replay, and how it treats an engine
+    that samples from another distribution than the trainer's (old_logprobs: one of OLD_LOGPROBS; correction and its
+    numbers: see moe_rl.corrections)."""
 
     policy_loss: Any = "???"
     advantage: str = "group_std"
     replay: str = "none"
+    old_logprobs: str = "recompute"
+    correction: str = "none"
+    correction_cap: float = 2.0
+    correction_low: float = 0.5
+    correction_high: float = 5.0
 
 
 @dataclasses.dataclass
@@ -116,11 +124,15 @@ class Experiment:
     drift: DriftSettings
     cold_start: ColdStart
     launch: Launch
+    old_logprobs: str = "recompute"
+    correction: Correction = NO_CORRECTION
 
     @property
     def label(self) -> str:
         """The arm's name in results: what runs, not what it was called."""
-        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay]
+        engine = "_engine_logprobs" if self.old_logprobs == "engine" else ""
+        correction = "" if self.correction.kind == "none" else f"_{self.correction.kind}"
+        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay] + engine + correction
 
 
 def config_folder() -> str:
@@ -151,11 +163,16 @@ def build(config: DictConfig) -> Experiment:
     values = {str(key): value for key, value in config.items() if key not in ("arm", "launch")}
     for group in ("model", "router", "task", "engine", "optim", "drift", "cold_start"):
         values[group] = _instantiate(group, config[group])
+    with settings_of("arm"):
+        numbers = {name: config.arm[f"correction_{name}"] for name in ("cap", "low", "high")}
+        correction = Correction(kind=config.arm.correction, **numbers)
     experiment = Experiment(
         **values,
         policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
         advantage=config.arm.advantage,
         replay=config.arm.replay,
+        old_logprobs=config.arm.old_logprobs,
+        correction=correction,
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
     )
     _check(experiment)
@@ -189,6 +206,13 @@ def _check(e: Experiment) -> None:
         raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
+    if e.old_logprobs not in OLD_LOGPROBS:
+        raise ConfigError(f"arm.old_logprobs is {e.old_logprobs!r}; choose one of {', '.join(OLD_LOGPROBS)}")
+    if e.old_logprobs == "engine" and e.correction.kind != "none":
+        raise ConfigError(
+            f"arm.correction={e.correction.kind} weighs the trainer's old policy against the engine, and with "
+            "arm.old_logprobs=engine that is the engine itself; set arm.old_logprobs=recompute or arm.correction=none"
+        )
     if e.replay == "shuffled" and sequences == e.updates:
         raise ConfigError(
             f"arm.replay=shuffled exchanges the sequences of a mini-batch, and {sequences} sequences in {e.updates} "
@@ -208,6 +232,11 @@ def _check(e: Experiment) -> None:
             raise ConfigError(f"arm.replay={e.replay} needs MoE layers; a dense model runs with arm.replay=none")
         if changes_routing(e.router):
             raise ConfigError("a router variant needs MoE layers; a dense model runs with router=native")
+        if e.engine.router_noise:
+            raise ConfigError(
+                f"engine.router_noise={e.engine.router_noise} needs MoE layers; a dense model runs with "
+                "engine.router_noise=0"
+            )
         if e.optim.needs_routers:
             raise ConfigError(
                 f"optim.trains={e.optim.trains} with optim.router_lr={e.optim.router_lr} needs MoE layers; a dense "

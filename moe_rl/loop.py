@@ -19,11 +19,13 @@ from moe_rl import checkpoint
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.config import ConfigError, Experiment, settings_of
+from moe_rl.corrections import tails
+from moe_rl.drift import compare
 from moe_rl.drift_meter import DriftMeter
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
 from moe_rl.provenance import provenance
-from moe_rl.records import Rollouts
+from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.routers.base import changes_routing, install
 from moe_rl.store import RunWriter
 from moe_rl.tasks.base import overlap
@@ -63,12 +65,14 @@ def run(
         advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay)
+        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs)
         journal.lap("old_pass_s")
         drift.begin_step(step, rollouts)
         journal.lap("drift_s")
         for number, batch in enumerate(batches, start=1):
-            update = take_update(model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm)
+            update = take_update(
+                model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm, e.correction
+            )
             after_update(e, model)
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})
@@ -99,10 +103,10 @@ def build_policy(
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
-    if not find_routers(model) and (e.replay != "none" or changes_routing(e.router) or e.optim.needs_routers):
+    if not find_routers(model) and needs_routers(e):
         raise ConfigError(
-            f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all and "
-            "optim.router_lr=1"
+            f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
+            "optim.router_lr=1 and engine.router_noise=0"
         )
     install(model, e.router)
     with settings_of("task"):
@@ -116,6 +120,11 @@ def build_policy(
     return model, tokenizer, warmth
 
 
+def needs_routers(e: Experiment) -> bool:
+    """Whether some setting makes no sense on a dense model."""
+    return e.replay != "none" or changes_routing(e.router) or e.optim.needs_routers or e.engine.router_noise > 0
+
+
 def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
     """What run.json says: the label, the sizes that every figure of drift needs, and where it ran."""
     sites = find_routers(model)
@@ -124,6 +133,8 @@ def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
         "label": e.label,
         "advantage": e.advantage,
         "replay": e.replay,
+        "old_logprobs": e.old_logprobs,
+        "correction": e.correction.kind,
         "num_layers": len(sites),
         "num_experts": max((site.num_experts for site in sites), default=0),
         "top_k": sites[0].top_k if sites else 0,
@@ -180,18 +191,20 @@ def noise(drift: DriftMeter) -> dict[str, float]:
 def sample(
     e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], step: int
 ) -> Rollouts:
-    """This step's rollouts, with the sampler's routing where the arm replays it."""
+    """This step's rollouts, with the sampler's routing where the arm replays it or it differs from the trainer's."""
     seed = derive_seed(e.seed, "rollout", step)
-    return e.engine.sample(model, tokenizer, e.task, prompts, e.completions, seed, e.replay == "rollout")
+    wanted = e.replay == "rollout" or (not e.engine.exact and bool(find_routers(model)))
+    return e.engine.sample(model, tokenizer, e.task, prompts, e.completions, seed, wanted)
 
 
 @torch.no_grad()
 def evaluate(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, float]:
-    """Reward on the evaluation prompts, one sampled completion each."""
+    """Reward on the evaluation prompts, one completion each, sampled from the policy itself: no emulated engine."""
     if not e.eval_prompts:
         return {}
     prompts = e.task.examples("eval", e.eval_prompts, EVAL_SEED)
-    rollouts = e.engine.sample(model, tokenizer, e.task, prompts, 1, derive_seed(e.seed, "eval", step))
+    engine = e.engine.without_emulation()
+    rollouts = engine.sample(model, tokenizer, e.task, prompts, 1, derive_seed(e.seed, "eval", step))
     return {"eval_reward": float(rollouts.rewards_B.mean()), "eval_exact": float(rollouts.exact_B.float().mean())}
 
 
@@ -213,7 +226,22 @@ def describe(rollouts: Rollouts, batches: list[MiniBatch]) -> dict[str, float]:
         "response_length": float(rollouts.response_BT.sum(1).float().mean()),
         "truncated": float(rollouts.truncated_B.float().mean()),
         "entropy": entropy / int(rollouts.response_BT.sum()),
+        **mismatch(batches),
     }
+
+
+def mismatch(batches: list[MiniBatch]) -> dict[str, float]:
+    """How far the sampler is from the old policy, in log probabilities, and in routing where both are known."""
+    parts = [part for batch in batches for part in batch.parts]
+    recomputed = [logprobs_BT for batch in batches for logprobs_BT in batch.recomputed]
+    log_c = [(lp - part.rollout_logprobs_BT)[part.response_BT] for part, lp in zip(parts, recomputed, strict=True)]
+    columns = {f"mismatch_{name}": value for name, value in tails(torch.cat(log_c)).items()}
+    live = [trace for batch in batches for trace in batch.live_routing]
+    both = [(part.routing, trace) for part, trace in zip(parts, live, strict=True) if part.routing and trace]
+    if both:
+        sampled, own = (RoutingTrace.cat(traces) for traces in zip(*both, strict=True))
+        columns["routing_mismatch"] = compare(sampled, own).slot_change
+    return columns
 
 
 # ------------------------------------------------------------------------------------------------------------ accounts

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_rl.corrections import NO_CORRECTION, Correction, tails
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.recording import record
@@ -25,20 +26,30 @@ REPLAYS = {
     "shuffled": "as old_policy, but with the experts of another sequence of the mini-batch (a placebo)",
 }
 
+OLD_LOGPROBS = {
+    "recompute": "ratios are taken against the trainer's own log probabilities of the old policy",
+    "engine": "ratios are taken against the log probabilities that the engine sampled with",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
     """The rows of one update, cut into micro-batches, with what the old policy said about them.
 
-    Old log probabilities come from forwards of the very same micro-batches, so that the first update's ratios are
+    Log probabilities are recomputed in forwards of the very same micro-batches, so that the first update's ratios are
     exactly 1 and not 1 up to the rounding of another batch shape.
+
+    old_logprobs: what ratios are taken against. recomputed: the old policy's own; the same unless the engine's serve.
+    routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
     """
 
     parts: list[Rollouts]
     advantages: list[Tensor]
-    old_logprobs: list[Tensor]
-    entropies: list[Tensor]
-    routing: list[RoutingTrace | None]
+    old_logprobs: list[Tensor] = dataclasses.field(default_factory=list)
+    recomputed: list[Tensor] = dataclasses.field(default_factory=list)
+    entropies: list[Tensor] = dataclasses.field(default_factory=list)
+    routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
+    live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
 
 
 def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
@@ -55,26 +66,31 @@ def old_pass(
     rows: list[Tensor],
     micro_batch: int,
     replayed: str,
+    old_logprobs: str = "recompute",
 ) -> list[MiniBatch]:
     """The old policy's log probabilities, entropies and routing of all rollouts, in mini-batches and micro-batches.
 
-    micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS.
+    micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS. old_logprobs: one of
+    OLD_LOGPROBS. Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's.
     """
     batches = []
     for rows_of_update in rows:
         parts = list(rows_of_update.split(micro_batch or len(rows_of_update)))
-        batch = MiniBatch([rollouts[part] for part in parts], [advantages_B[part] for part in parts], [], [], [])
+        batch = MiniBatch([rollouts[part] for part in parts], [advantages_B[part] for part in parts])
         for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
             with contextlib.ExitStack() as stack:
                 recorder = None
                 if forced is not None:
                     stack.enter_context(replay(model, forced))
-                elif replayed == "old_policy":
+                elif replayed != "none" or part.routing is not None:
                     recorder = stack.enter_context(record(model, source="old"))
                 logprobs, entropy = response_logprobs(model, part)
-            batch.old_logprobs.append(logprobs)
+            batch.old_logprobs.append(part.rollout_logprobs_BT if old_logprobs == "engine" else logprobs)
+            batch.recomputed.append(logprobs)
             batch.entropies.append(entropy)
-            batch.routing.append(recorder.trace if recorder is not None else forced)
+            live = recorder.trace if recorder is not None else None
+            batch.live_routing.append(live)
+            batch.routing.append(None if replayed == "none" else forced or live)
         batches.append(batch)
     return batches
 
@@ -108,6 +124,7 @@ def take_update(
     loss: PolicyLoss,
     replayed: str,
     max_grad_norm: float,
+    correction: Correction = NO_CORRECTION,
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
@@ -117,11 +134,12 @@ def take_update(
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
     log_ratios, clipped, total = [], [], 0.0
     optimizer.zero_grad(set_to_none=True)
-    for part, advantages_B, old_BT, routing in zip(
-        batch.parts, batch.advantages, batch.old_logprobs, batch.routing, strict=True
+    for part, advantages_B, old_BT, recomputed_BT, routing in zip(
+        batch.parts, batch.advantages, batch.old_logprobs, batch.recomputed, batch.routing, strict=True
     ):
         with replay(model, routing) if replayed != "none" else contextlib.nullcontext():
             logprobs_BT, _ = response_logprobs(model, part)
+            logprobs_BT = correction.apply(logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT)
             output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
             output.loss.backward()
         total += float(output.loss.detach())
@@ -148,7 +166,7 @@ def clip_columns(clipped: list[Tensor], num_sequences: int, num_tokens: int) -> 
 def ratio_columns(log_ratios: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Spread of the log ratios, the same for every loss. log_ratios: (log w_BT, mask_BT) of each micro-batch.
 
-    log s is the mean of log w over a sequence. k3 = mean_t (w - 1 - log w), on tokens sampled from the old policy.
+    log s is the mean of log w over a sequence; k3, f2, f5 and ess are those of w, see `tails`.
     """
     log_w_N = torch.cat([log_w_BT[mask_BT] for log_w_BT, mask_BT in log_ratios])
     log_s_B = torch.cat([log_w_BT.sum(1) / mask_BT.sum(1) for log_w_BT, mask_BT in log_ratios])
@@ -156,7 +174,7 @@ def ratio_columns(log_ratios: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     return {
         **_spread("log_w", log_w_N),
         **_spread("log_s", log_s_B),
-        "k3": float((log_w_N.expm1() - log_w_N).mean()),
+        **tails(log_w_N),
     }
 
 

@@ -71,11 +71,13 @@ def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
     run = store.read_json(results / arm / "run.json")
     wanted = yaml.safe_load((Path(settings.config_folder()) / "arm" / f"{arm}.yaml").read_text())
     assert (run["label"], run["replay"]) == (arm, wanted["replay"])
-    assert run["advantage"] == wanted.get("advantage", "group_std")
+    for name, default in (("advantage", "group_std"), ("old_logprobs", "recompute"), ("correction", "none")):
+        assert run[name] == wanted.get(name, default)
     updates = store.read_table(results / arm, "updates")
     assert len(updates) == 4
     assert all(row["grad_norm"] > 0 for row in updates)
-    assert all((row["log_w_sd"] == 0) == (row["update"] == 1) for row in updates)
+    rounding = 1e-6 if run["old_logprobs"] == "engine" else 0.0  # generate and a whole forward add in other orders
+    assert all((row["log_w_sd"] <= rounding) == (row["update"] == 1) for row in updates)
     assert all((x.routing is not None) == (wanted["replay"] == "rollout") for x in rollouts)
     for rewards, groups, advantages in steps:
         assert advantages == pytest.approx(by_hand(rewards, groups, run["advantage"]), rel=1e-5)
@@ -103,6 +105,8 @@ def test_another_advantage_than_its_own_shows_in_an_arms_label():
     assert settings.build(composed("rloo", "arm.replay=rollout")).label == "rloo_r3"
     assert settings.build(composed("gspo", "arm.replay=shuffled")).label == "gspo_shuffled_replay"
     assert settings.build(composed("rloo", "arm.advantage=group_mean")).label == "reinforce"
+    assert settings.build(composed("grpo_r3", "arm.old_logprobs=engine")).label == "grpo_r3_engine_logprobs"
+    assert settings.build(composed("gspo", "arm.correction=icepop")).label == "gspo_icepop"
 
 
 def test_every_arm_has_a_look_of_its_own():

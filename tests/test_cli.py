@@ -61,6 +61,14 @@ REFUSED = {
     "model=tiny_dense arm=grpo_r3": "arm.replay=rollout needs MoE layers",
     "arm.replay=sometimes": "'sometimes'; choose one of none, old_policy, rollout, shuffled",
     "arm=grpo_shuffled_replay prompts=1 completions=4 updates=4": "4 sequences in 4 updates have one each",
+    "engine.dtype=fp4": "'fp4'; choose one of same, bfloat16",
+    "engine.router_noise=-1": "engine.router_noise is -1.0; set it to 0 or more",
+    "model=tiny_dense engine.router_noise=0.1": "needs MoE layers; a dense model runs with engine.router_noise=0",
+    "arm.old_logprobs=never": "'never'; choose one of recompute, engine",
+    "arm.correction=half": "arm.correction is 'half'; choose one of none, tis, icepop, sequence_mask",
+    "arm=grpo_tis arm.correction_cap=0": "arm.correction_cap is 0.0; set it above 0",
+    "arm=grpo_icepop arm.correction_low=9": "correction_low is 9.0 and arm.correction_high 5.0",
+    "arm=grpo_tis arm.old_logprobs=engine": "set arm.old_logprobs=recompute or arm.correction=none",
     "optim.trains=half": "'half'; choose one of all, no_router, router, experts",
     "optim.trains=no_router optim.router_lr=2": "trains no router; set it to 1",
     "optim.trains=no_router router=balanced": "freezes the router, which Balanced moves",
@@ -128,7 +136,9 @@ def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
 def test_help_and_config_are_readable(monkeypatch, capsys):
     code, out, _ = train_here(monkeypatch, capsys, "--help")
     assert code == 0
-    assert "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_r3, grpo_routing_replay, grpo_shuffled_replay, gspo" in out
+    assert (
+        "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_engine_logprobs, grpo_icepop, grpo_r3, grpo_routing_replay" in out
+    )
     assert "router: balanced, binned" in out
     code, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
     assert "clip_high: 0.27" in out

@@ -11,6 +11,7 @@ import torch
 from moe_rl import loop
 from moe_rl.cold_start import ColdStart
 from moe_rl.config import ConfigError, Experiment, Launch
+from moe_rl.corrections import Correction
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.hf import Hf
 from moe_rl.models.build import Tiny
@@ -257,6 +258,68 @@ def test_a_warm_up_is_not_shared_between_router_variants(train):
     assert again.run["cold_start"]["cache"] == "hit"
     assert same(binned.start, again.start)
     assert train(router=Binned(width=0.1), **warm).run["cold_start"]["cache"] == "trained"
+
+
+# ------------------------------------------------------------------------------------------- sampler against trainer
+NOISY = Hf(max_new_tokens=6, router_noise=0.1)
+
+
+def test_an_exact_engine_has_no_mismatch_and_an_emulated_one_has(train):
+    for row in train().tables["steps"][1:]:
+        assert (row["mismatch_f2"], row["mismatch_f5"]) == (0.0, 0.0)
+        assert (row["mismatch_k3"], row["mismatch_ess"]) == pytest.approx((0.0, 1.0), abs=1e-6)
+        assert "routing_mismatch" not in row
+    for engine in (NOISY, Hf(max_new_tokens=6, dtype="bfloat16"), Hf(max_new_tokens=6, fp8_emulated=True)):
+        result = train(engine=engine)
+        for row in result.tables["steps"][1:]:
+            assert row["mismatch_k3"] > 1e-6
+            assert 0.2 < row["mismatch_ess"] < 1 - 1e-6
+        assert all((row["log_w_sd"] == 0) == (row["update"] == 1) for row in result.tables["updates"])
+
+
+def test_routing_mismatch_is_measured_where_both_choices_are_known(train):
+    for arm in ("grpo", "grpo_routing_replay"):
+        assert all(0 < row["routing_mismatch"] < 1 for row in train(arm, engine=NOISY).tables["steps"][1:])
+    for arm in ("grpo_r3", "grpo_shuffled_replay"):  # their old pass executes another choice than its own
+        assert all("routing_mismatch" not in row for row in train(arm, engine=NOISY).tables["steps"][1:])
+
+
+def test_replaying_the_samplers_experts_takes_away_what_noisy_routers_do(train):
+    live, replayed = (train(arm, engine=NOISY, steps=1).tables["steps"][1] for arm in ("grpo", "grpo_r3"))
+    assert live["reward"] == replayed["reward"]
+    assert replayed["mismatch_k3"] < live["mismatch_k3"] / 5
+
+
+def test_evaluation_samples_from_the_policy_itself(train):
+    told = {"eval_prompts": 16, "eval_every": 1, "steps": 1}
+    exact, noisy = (train(engine=engine, **told).tables["steps"] for engine in (Hf(max_new_tokens=6), NOISY))
+    assert exact[0]["eval_reward"] == noisy[0]["eval_reward"]
+    assert exact[1]["reward"] != noisy[1]["reward"]
+
+
+def test_old_logprobs_of_the_engine_put_the_mismatch_into_the_ratio(train):
+    own, engine = (train(engine=NOISY, old_logprobs=which) for which in ("recompute", "engine"))
+    assert (own.run["old_logprobs"], engine.run["old_logprobs"]) == ("recompute", "engine")
+    first = {row["step"]: row for row in engine.tables["updates"] if row["update"] == 1}
+    assert first[1]["k3"] > 1e-4
+    assert own.tables["updates"][0]["k3"] == 0
+    for column in ("mismatch_k3", "entropy", "reward"):  # of the same first rollouts
+        assert own.tables["steps"][1][column] == engine.tables["steps"][1][column]
+    assert distance(own.end, engine.end) > 1e-4
+
+
+def test_with_one_update_a_step_the_engines_ratio_is_the_mismatch_itself(train):
+    result = train(engine=NOISY, old_logprobs="engine", updates=1)
+    for step, update in zip(result.tables["steps"][1:], result.tables["updates"], strict=True):
+        for name in ("k3", "f2", "f5", "ess"):
+            assert update[name] == pytest.approx(step[f"mismatch_{name}"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "sequence_mask"])
+def test_corrections_change_the_run_under_a_gap_and_nothing_without_one(train, kind):
+    correction = Correction(kind=kind, cap=1.0, low=0.99, high=1.01)
+    assert distance(train(engine=NOISY).end, train(engine=NOISY, correction=correction).end) > 1e-4
+    assert distance(train().end, train(correction=correction).end) < 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------- what may go wrong

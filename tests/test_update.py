@@ -390,6 +390,9 @@ def test_ratio_columns_by_hand():
     assert columns["log_w_sd"] == pytest.approx((sum((x - 0.12) ** 2 for x in log_w) / 5) ** 0.5)
     assert columns["log_s_sd"] == pytest.approx((sum((x - 0.4 / 3) ** 2 for x in log_s) / 3) ** 0.5)
     assert columns["k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in log_w) / 5, abs=1e-6)
+    assert (columns["f2"], columns["f5"]) == (0.0, 0.0)
+    w = [math.exp(x) for x in log_w]
+    assert columns["ess"] == pytest.approx(sum(w) ** 2 / (5 * sum(x * x for x in w)))
     # sorted -.1 0 .1 .2 .4; the quantile q lies at place 4 q, between neighbours in proportion
     assert columns["log_w_q"] == pytest.approx([-0.096, -0.08, 0.0, 0.1, 0.2, 0.36, 0.392])
     assert columns["log_s_q"] == pytest.approx([0.004, 0.02, 0.1, 0.2, 0.2, 0.2, 0.2])

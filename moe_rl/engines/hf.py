@@ -69,7 +69,7 @@ class Hf(Engine):
             )
         size = max(1, self.batch_size // completions) if self.batch_size else len(examples)
         devices = [model.device] if model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), self.emulation(model, seed):
             torch.manual_seed(seed)
             parts = [
                 self._generate(

@@ -77,6 +77,11 @@ FIELD = {  # the other arms of conf/arm
     "rloo": Look("#999933", (0, (7, 2)), "<"),
     "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
     "grpo_shuffled_replay": Look("#BBAA88", (0, (1.2, 1.2)), "H"),
+    "grpo_engine_logprobs": Look("#6F4C9B", (0, (3, 1.2)), "$E$"),
+    "gspo_engine_logprobs": Look("#1B7F79", (0, (3, 1.2)), "$G$"),
+    "grpo_tis": Look("#EE99AA", (0, (7, 2)), "$T$"),
+    "grpo_icepop": Look("#994455", (0, (2, 1, 1, 1)), "$I$"),
+    "grpo_sequence_mask": Look("#997700", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$M$"),
     "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
 }
 SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")
