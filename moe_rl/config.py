@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
 from moe_rl.update import OLD_LOGPROBS, REPLAYS
 
-SUFFIXES = {"none": "", "old_policy": "_routing_replay", "rollout": "_r3", "shuffled": "_shuffled_replay"}
+SUFFIXES = {
+    "none": "",
+    "old_policy": "_routing_replay",
+    "rollout": "_r3",
+    "shuffled": "_shuffled_replay",
+    "thresholded": "_thresholded_replay",
+}
 
 
 class ConfigError(ValueError):
@@ -45,11 +52,12 @@ def settings_of(group: str) -> Iterator[None]:
 class Arm:
     """A compared method: a policy loss, its advantages, what its training forwards replay, and how it treats an engine
     that samples from another distribution than the trainer's (old_logprobs: one of OLD_LOGPROBS; correction and its
-    numbers: see moe_rl.corrections)."""
+    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded, see moe_rl.replaying."""
 
     policy_loss: Any = "???"
     advantage: str = "group_std"
     replay: str = "none"
+    replay_threshold: float = 0.0
     old_logprobs: str = "recompute"
     correction: str = "none"
     correction_cap: float = 2.0
@@ -124,6 +132,7 @@ class Experiment:
     drift: DriftSettings
     cold_start: ColdStart
     launch: Launch
+    replay_threshold: float = 0.0
     old_logprobs: str = "recompute"
     correction: Correction = NO_CORRECTION
 
@@ -171,6 +180,7 @@ def build(config: DictConfig) -> Experiment:
         policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
         advantage=config.arm.advantage,
         replay=config.arm.replay,
+        replay_threshold=config.arm.replay_threshold,
         old_logprobs=config.arm.old_logprobs,
         correction=correction,
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
@@ -206,6 +216,12 @@ def _check(e: Experiment) -> None:
         raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
+    if not 0 <= e.replay_threshold < math.inf:
+        raise ConfigError(f"arm.replay_threshold is {e.replay_threshold}; set it to 0 or more")
+    if e.replay_threshold and e.replay != "thresholded":
+        raise ConfigError(
+            f"arm.replay_threshold is {e.replay_threshold} and arm.replay={e.replay} has none; choose thresholded"
+        )
     if e.old_logprobs not in OLD_LOGPROBS:
         raise ConfigError(f"arm.old_logprobs is {e.old_logprobs!r}; choose one of {', '.join(OLD_LOGPROBS)}")
     if e.old_logprobs == "engine" and e.correction.kind != "none":

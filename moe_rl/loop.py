@@ -71,7 +71,15 @@ def run(
         journal.lap("drift_s")
         for number, batch in enumerate(batches, start=1):
             update = take_update(
-                model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm, e.correction
+                model,
+                optimizer,
+                schedule,
+                batch,
+                e.policy_loss,
+                e.replay,
+                e.optim.max_grad_norm,
+                e.correction,
+                e.replay_threshold,
             )
             after_update(e, model)
             journal.lap("update_s")

@@ -24,6 +24,7 @@ REPLAYS = {
     "old_policy": "training forwards use the experts of the old-logprob pass (Routing Replay, R2)",
     "rollout": "training and old-logprob forwards use the experts of the sampling pass (R3, arXiv 2510.11370)",
     "shuffled": "as old_policy, but with the experts of another sequence of the mini-batch (a placebo)",
+    "thresholded": "as old_policy, without experts whose live score fell below a share of the weakest live choice's",
 }
 
 OLD_LOGPROBS = {
@@ -125,24 +126,27 @@ def take_update(
     replayed: str,
     max_grad_norm: float,
     correction: Correction = NO_CORRECTION,
+    threshold: float = 0.0,
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
-    A loss or gradient that is not finite leaves the weights as they were.
+    threshold: see `replay`. A loss or gradient that is not finite leaves the weights as they were.
     """
     num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
-    log_ratios, clipped, total = [], [], 0.0
+    log_ratios, clipped, kept, total = [], [], [], 0.0
     optimizer.zero_grad(set_to_none=True)
     for part, advantages_B, old_BT, recomputed_BT, routing in zip(
         batch.parts, batch.advantages, batch.old_logprobs, batch.recomputed, batch.routing, strict=True
     ):
-        with replay(model, routing) if replayed != "none" else contextlib.nullcontext():
+        with replay(model, routing, threshold) if replayed != "none" else contextlib.nullcontext() as replaying:
             logprobs_BT, _ = response_logprobs(model, part)
             logprobs_BT = correction.apply(logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT)
             output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
             output.loss.backward()
         total += float(output.loss.detach())
+        if replaying is not None:
+            kept += replaying.kept
         log_ratios.append((logprobs_BT.detach() - old_BT, part.response_BT))
         clipped.append(output.clipped_BT)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -152,6 +156,9 @@ def take_update(
         optimizer.step()
         schedule.step()
     row = {"loss": total, "grad_norm": grad_norm, "lr": lr}
+    if kept:
+        used, replayed_slots = (sum(int(count) for count in counts) for counts in zip(*kept, strict=True))
+        row["replay_kept"] = used / replayed_slots
     return row | clip_columns(clipped, num_sequences, num_tokens) | ratio_columns(log_ratios)
 
 

@@ -77,6 +77,7 @@ FIELD = {  # the other arms of conf/arm
     "rloo": Look("#999933", (0, (7, 2)), "<"),
     "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
     "grpo_shuffled_replay": Look("#BBAA88", (0, (1.2, 1.2)), "H"),
+    "grpo_thresholded_replay": Look("#A65628", (0, (7, 2)), "$R$"),
     "grpo_engine_logprobs": Look("#6F4C9B", (0, (3, 1.2)), "$E$"),
     "gspo_engine_logprobs": Look("#1B7F79", (0, (3, 1.2)), "$G$"),
     "grpo_tis": Look("#EE99AA", (0, (7, 2)), "$T$"),
