@@ -255,8 +255,8 @@ def _check(e: Experiment) -> None:
             )
         if e.optim.needs_routers:
             raise ConfigError(
-                f"optim.trains={e.optim.trains} with optim.router_lr={e.optim.router_lr} needs MoE layers; a dense "
-                "model runs with optim.trains=all optim.router_lr=1"
+                "optim.trains, router_lr, balance_loss and router_kl need MoE layers; a dense model runs with "
+                "optim.trains=all optim.router_lr=1 optim.balance_loss=0 optim.router_kl=0"
             )
 
 

@@ -90,7 +90,8 @@ def fp8_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
             if not matrices and not any(isinstance(module, nn.Linear) for module in experts.modules()):
                 raise RoutingError(f"{type(experts).__name__} has no matrices to round; set engine.fp8_emulated=false")
             dims |= dict.fromkeys(matrices, 1 if transposed else 2)
-    dims |= {module.weight: 1 for module in model.modules() if isinstance(module, nn.Linear)}
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    dims |= dict.fromkeys((weight for module in linear for weight in module.parameters() if weight.dim() == 2), 1)
     return {weight: dim for weight, dim in dims.items() if weight not in alone}
 
 

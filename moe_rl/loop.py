@@ -65,7 +65,8 @@ def run(
         advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs)
+        keep_logits = e.optim.router_kl > 0
+        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits)
         journal.lap("old_pass_s")
         drift.begin_step(step, rollouts)
         journal.lap("drift_s")
@@ -80,6 +81,7 @@ def run(
                 e.optim.max_grad_norm,
                 e.correction,
                 e.replay_threshold,
+                e.optim.pressure,
             )
             after_update(e, model)
             journal.lap("update_s")
@@ -114,7 +116,7 @@ def build_policy(
     if not find_routers(model) and needs_routers(e):
         raise ConfigError(
             f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
-            "optim.router_lr=1 and engine.router_noise=0"
+            "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0 and engine.router_noise=0"
         )
     install(model, e.router)
     with settings_of("task"):

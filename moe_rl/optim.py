@@ -11,6 +11,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from moe_rl.models.families import expert_parameters, router_parameters
+from moe_rl.router_pressure import RouterPressure
 
 TRAINS = {
     "all": "every weight",
@@ -28,6 +29,7 @@ class Optim:
     max_grad_norm: gradients of the trained weights are scaled down to this norm; 0 leaves them.
     trains: one of TRAINS. The cold start trains everything whatever it says. Shared experts are no routed experts.
     router_lr: the routers' learning rate, as a multiple of lr.
+    balance_loss, router_kl: coefficients of what is asked of the routers besides, see moe_rl.router_pressure.
     """
 
     lr: float = 2e-4
@@ -40,6 +42,8 @@ class Optim:
     warmup_updates: int = 0
     trains: str = "all"
     router_lr: float = 1.0
+    balance_loss: float = 0.0
+    router_kl: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("lr", "router_lr"):
@@ -47,7 +51,7 @@ class Optim:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; set it above 0")
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
-        for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates"):
+        for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates", "balance_loss", "router_kl"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")
         for name in ("beta1", "beta2"):
@@ -62,8 +66,12 @@ class Optim:
 
     @property
     def needs_routers(self) -> bool:
-        """Whether the settings tell routers or experts from other weights, which a dense model cannot."""
-        return self.trains != "all" or self.router_lr != 1
+        """Whether the settings mean something for an MoE model only."""
+        return self.trains != "all" or self.router_lr != 1 or self.pressure.on
+
+    @property
+    def pressure(self) -> RouterPressure:
+        return RouterPressure(balance_loss=self.balance_loss, router_kl=self.router_kl)
 
     def build(self, model: nn.Module, total_updates: int) -> tuple[torch.optim.Optimizer, Any]:
         """(optimizer, schedule) for the weights that are trained; the others no longer require a gradient.
@@ -78,7 +86,7 @@ class Optim:
         return optimizer, get_scheduler(name, optimizer, self.warmup_updates, total_updates)
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        if not self.needs_routers:
+        if self.trains == "all" and self.router_lr == 1:
             return [{"params": list(model.parameters())}]
         routers = set(router_parameters(model))
         chosen = set(expert_parameters(model)) if self.trains == "experts" else routers

@@ -164,7 +164,7 @@ def keep_likely(replayed_NK: Tensor, live_NK: Tensor, scores_NE: Tensor, thresho
     kept_NK = p_NE.gather(-1, replayed_NK) >= threshold * p_live_NK.amin(-1, keepdim=True)
     # At most K - kept live choices are among the kept, so the others always suffice.
     taken_NK = ((live_NK[:, :, None] == replayed_NK[:, None, :]) & kept_NK[:, None, :]).any(-1)
-    order_NK = p_live_NK.masked_fill(taken_NK, -1.0).argsort(-1, descending=True, stable=True)
+    order_NK = p_live_NK.masked_fill(taken_NK, -1.0).argsort(dim=-1, descending=True, stable=True)
     turn_NK = ((~kept_NK).cumsum(-1) - 1).clamp(min=0)  # the first expert dropped gives way to the best, and so on
     return torch.where(kept_NK, replayed_NK, live_NK.gather(-1, order_NK).gather(-1, turn_NK))
 

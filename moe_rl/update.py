@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -17,6 +18,7 @@ from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.recording import record
 from moe_rl.records import PolicyBatch, Rollouts, RoutingTrace
 from moe_rl.replaying import replay
+from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
 from moe_rl.store import QUANTILES
 
 REPLAYS = {
@@ -42,6 +44,7 @@ class MiniBatch:
 
     old_logprobs: what ratios are taken against. recomputed: the old policy's own; the same unless the engine's serve.
     routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
+    router_logits: the old policy's [B, S, L, E], where asked for.
     """
 
     parts: list[Rollouts]
@@ -51,6 +54,7 @@ class MiniBatch:
     entropies: list[Tensor] = dataclasses.field(default_factory=list)
     routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
+    router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
 
 
 def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
@@ -68,11 +72,13 @@ def old_pass(
     micro_batch: int,
     replayed: str,
     old_logprobs: str = "recompute",
+    keep_logits: bool = False,
 ) -> list[MiniBatch]:
     """The old policy's log probabilities, entropies and routing of all rollouts, in mini-batches and micro-batches.
 
     micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS. old_logprobs: one of
-    OLD_LOGPROBS. Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's.
+    OLD_LOGPROBS. Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, and
+    its router logits if keep_logits (4 L E bytes a token).
     """
     batches = []
     for rows_of_update in rows:
@@ -83,13 +89,15 @@ def old_pass(
                 recorder = None
                 if forced is not None:
                     stack.enter_context(replay(model, forced))
-                elif replayed != "none" or part.routing is not None:
-                    recorder = stack.enter_context(record(model, source="old"))
+                if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
+                    recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
                 logprobs, entropy = response_logprobs(model, part)
             batch.old_logprobs.append(part.rollout_logprobs_BT if old_logprobs == "engine" else logprobs)
             batch.recomputed.append(logprobs)
             batch.entropies.append(entropy)
-            live = recorder.trace if recorder is not None else None
+            recorded = recorder.trace if recorder is not None else None
+            batch.router_logits.append(recorded.extras["router_logits"] if recorded and keep_logits else None)
+            live = dataclasses.replace(recorded, extras={}) if recorded and forced is None else None
             batch.live_routing.append(live)
             batch.routing.append(None if replayed == "none" else forced or live)
         batches.append(batch)
@@ -127,6 +135,7 @@ def take_update(
     max_grad_norm: float,
     correction: Correction = NO_CORRECTION,
     threshold: float = 0.0,
+    pressure: RouterPressure = NO_PRESSURE,
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
@@ -134,16 +143,26 @@ def take_update(
     """
     num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
+    num_real = sum(int(part.attention_BS.sum()) for part in batch.parts)
     log_ratios, clipped, kept, total = [], [], [], 0.0
+    pressures: collections.Counter[str] = collections.Counter()
     optimizer.zero_grad(set_to_none=True)
-    for part, advantages_B, old_BT, recomputed_BT, routing in zip(
-        batch.parts, batch.advantages, batch.old_logprobs, batch.recomputed, batch.routing, strict=True
-    ):
+    for part, advantages_B, old_BT, recomputed_BT, routing, old_logits_BSLE in zip(
+        batch.parts, batch.advantages, batch.old_logprobs, batch.recomputed, batch.routing, batch.router_logits,
+        strict=True,
+    ):  # fmt: skip
         with replay(model, routing, threshold) if replayed != "none" else contextlib.nullcontext() as replaying:
-            logprobs_BT, _ = response_logprobs(model, part)
+            with router_outputs(model) if pressure.on else contextlib.nullcontext() as seen:
+                logprobs_BT, _ = response_logprobs(model, part)
             logprobs_BT = correction.apply(logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT)
             output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
-            output.loss.backward()
+            objective = output.loss
+            if seen is not None:
+                share = int(part.attention_BS.sum()) / num_real
+                extra, values = pressure(seen, part.attention_BS, old_logits_BSLE)
+                objective = objective + share * extra
+                pressures.update({name: share * value for name, value in values.items()})
+            objective.backward()
         total += float(output.loss.detach())
         if replaying is not None:
             kept += replaying.kept
@@ -155,7 +174,7 @@ def take_update(
     if math.isfinite(total) and math.isfinite(grad_norm):
         optimizer.step()
         schedule.step()
-    row = {"loss": total, "grad_norm": grad_norm, "lr": lr}
+    row = {"loss": total, "grad_norm": grad_norm, "lr": lr, **pressures}
     if kept:
         used, replayed_slots = (sum(int(count) for count in counts) for counts in zip(*kept, strict=True))
         row["replay_kept"] = used / replayed_slots

@@ -70,6 +70,7 @@ ARMS = {
     "grpo_routing_replay": {"policy_loss": Grpo(), "replay": "old_policy"},
     "grpo_r3": {"policy_loss": Grpo(), "replay": "rollout"},
     "grpo_shuffled_replay": {"policy_loss": Grpo(), "replay": "shuffled"},
+    "grpo_thresholded_replay": {"policy_loss": Grpo(), "replay": "thresholded", "replay_threshold": 0.9},
     "gspo": {"policy_loss": Gspo(), "replay": "none"},
     "gspo_token": {"policy_loss": GspoToken(), "replay": "none"},
 }
@@ -82,8 +83,8 @@ def train(tmp_path_factory):
     build_policy, built, made = loop.build_policy, [], {}
     tmp_path = tmp_path_factory.mktemp("laws")
 
-    def remember(*args):
-        policy = build_policy(*args)
+    def remember(*args, **told):
+        policy = build_policy(*args, **told)
         built.append((policy[0], copy.deepcopy(policy[0].state_dict())))
         return policy
 
@@ -258,6 +259,36 @@ def test_a_warm_up_is_not_shared_between_router_variants(train):
     assert again.run["cold_start"]["cache"] == "hit"
     assert same(binned.start, again.start)
     assert train(router=Binned(width=0.1), **warm).run["cold_start"]["cache"] == "trained"
+
+
+# ------------------------------------------------------------------------------------------------ choices in training
+@pytest.mark.parametrize(
+    ("trains", "kept"),
+    [("all", set()), ("no_router", {"gate"}), ("router", {"experts", "rest"}), ("experts", {"gate", "rest"})],
+)
+def test_what_is_not_trained_is_at_the_end_what_it_was_after_the_cold_start(train, trains, kept):
+    optim, warm = Optim(lr=3e-3, trains=trains), {"cold_start": ColdStart(steps=2, batch_size=4), "steps": 1}
+    result, untrained = train(optim=optim, **warm), SMALL.build(0)[0].state_dict()
+    for name, value in result.end.items():
+        kind = "gate" if ".gate." in name else "experts" if ".experts." in name else "rest"
+        assert torch.equal(value, result.start[name]) == (kind in kept), name
+        assert not torch.equal(result.start[name], untrained[name]), "the cold start trains everything"
+
+
+def test_pressure_on_the_routers_is_logged_and_takes_part(train):
+    plain = train()
+    for name in ("balance_loss", "router_kl"):
+        assert name not in plain.tables["updates"][0]
+        result = train(optim=Optim(lr=3e-3, **{name: 0.5}))
+        assert all(math.isfinite(row[name]) for row in result.tables["updates"])
+        assert distance(plain.end, result.end) > 1e-4
+
+
+def test_the_share_of_replayed_experts_that_were_kept_is_logged(train):
+    rows = train("grpo_thresholded_replay", updates=4, steps=2, replay_threshold=0.999).tables["updates"]
+    assert all(row["replay_kept"] == 1 for row in rows if row["update"] == 1)
+    assert all(0.5 < row["replay_kept"] <= 1 for row in rows)
+    assert sum(row["replay_kept"] < 1 for row in rows) > 2
 
 
 # ------------------------------------------------------------------------------------------- sampler against trainer

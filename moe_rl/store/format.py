@@ -60,6 +60,8 @@ LEGEND: dict[str, dict[str, str]] = {
         "k3": "mean of w - 1 - log w over tokens: estimates KL(old || new), nats a token",
         "f2": "share of tokens with max(w, 1/w) > 2",
         "f5": "share of tokens with max(w, 1/w) > 5",
+        "balance_loss": "load-balancing loss without its coefficient, 1 when even (optim.balance_loss > 0)",
+        "router_kl": "KL of router softmaxes, old policy || new, nats, without its coefficient (optim.router_kl > 0)",
         "replay_kept": "share of replayed experts that were used (replay=thresholded), over the training forwards",
         "ess": "effective sample size of the weights w, as a share of the tokens",
     },
