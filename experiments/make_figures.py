@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from moe_rl.figures import FORMATS, FigureError, draw_all, names
+from moe_rl.printing import print_summary
 from moe_rl.store import StoreError
-from moe_rl.summary import print_summary
 
 
 def main() -> int:

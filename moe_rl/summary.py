@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -37,12 +36,13 @@ def knobs_of(study: Study) -> list[str]:
 
     def natural(knobs: str) -> list[tuple[int, float, str]]:
         parts = re.split(r"(?<=[=,])", knobs)
-        return [(0, float(p.rstrip(",")), "") if _is_number(p.rstrip(",")) else (1, 0.0, p) for p in parts]
+        return [(0, float(p.rstrip(",")), "") if is_number(p.rstrip(",")) else (1, 0.0, p) for p in parts]
 
     return sorted(set(study.runs["knobs"]), key=natural)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a knob's value, as it stands in a folder's name, is a number."""
     try:
         float(text)
     except ValueError:
@@ -50,15 +50,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def knob_pairs(knobs: str) -> dict[str, str]:
+    """'optim.lr=0.1,updates=4' -> {'optim.lr': '0.1', 'updates': '4'}; {} for 'default'.
+
+    A name that was too long for a file system ends in a digest, which then stands in its last value.
+    """
+    pairs = (pair.partition("=") for pair in knobs.split(","))
+    return {key: value for key, equals, value in pairs if equals}
+
+
 def knob_label(knobs: str, everywhere: Iterable[str]) -> str:
-    """'optim.lr=0.1' -> 'lr=0.1', unless two keys of the study end alike; '' when the study has one setting."""
-    every = list(everywhere)
-    if len(every) < 2:
-        return ""
-    keys = {pair.partition("=")[0] for setting in every for pair in setting.split(",")}
+    """What tells a setting from the study's others: 'lr=0.1' of 'optim.lr=0.1,updates=4'; '' when there is one only.
+
+    A key keeps its whole name when two keys of the study end alike.
+    """
+    every = [set(setting.split(",")) for setting in everywhere]
+    shared = set.intersection(*every) if every else set()
+    keys = {pair.partition("=")[0] for pairs in every for pair in pairs - shared}
     short = {key: key.rpartition(".")[2] for key in keys}
     clash = len(set(short.values())) < len(short)
-    pairs = (pair.partition("=") for pair in knobs.split(","))
+    pairs = (pair.partition("=") for pair in knobs.split(",") if pair not in shared)
     return ", ".join((key if clash else short[key]) + equals + value for key, equals, value in pairs)
 
 
@@ -260,62 +271,3 @@ def comparison_table(study: Study) -> pd.DataFrame:
     order = {knobs: place for place, knobs in enumerate(knobs_of(study))}
     rows.sort(key=lambda row: order[row["knobs"]])
     return pd.DataFrame(rows, columns=COMPARISON)
-
-
-def _cell(value: float, digits: int = 3) -> str:
-    return "-" if not np.isfinite(value) else f"{value:.{digits}g}"
-
-
-def summary_rows(table: pd.DataFrame) -> list[list[str]]:
-    """The summary as text, header first; the columns that a reader needs side by side."""
-    measure = table["measure"].iloc[0].replace("_", " ")
-    rows = [
-        [
-            "arm",
-            "knobs",
-            "seeds",
-            "finished",
-            "diverged",
-            "failed",
-            "collapsed",
-            f"final {measure} [95 %]",
-            "slot change / update",
-            "noise floor",
-            "tokens clipped",
-            "CPU s",
-        ]
-    ]
-    for row in table.to_dict("records"):
-        final = str(stats.Estimate(row["final_reward"], row["final_low"], row["final_high"], row["finished"]))
-        counts = [str(row[key]) for key in ("seeds", "finished", "diverged", "failed", "collapsed")]
-        numbers = [_cell(row[name]) for name in ("slot_change", "noise_floor")]
-        numbers += [_cell(row["clip_frac"], 2), _cell(row["cpu_s"])]
-        rows.append([row["arm"], row["knobs"], *counts, final if row["finished"] else "-", *numbers])
-    return rows
-
-
-def print_summary(study: Study, file: IO[str] | None = None) -> None:
-    """Print the summary, the paired differences and what went wrong; a table on a terminal, plain text elsewhere."""
-    out = file or sys.stdout
-    rows = summary_rows(summary_table(study))
-    if out.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*rows[0], title=f"study {study.folder.name}")
-        for row in rows[1:]:
-            table.add_row(*row)
-        Console(file=out).print(table)
-    else:
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)
-    for row in comparison_table(study).to_dict("records"):
-        difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
-        at = "" if row["knobs"] == "default" else f" at {row['knobs']}"
-        at += "" if row["knobs"] == row["other_knobs"] else f" against {row['other_knobs']}"
-        p = "" if np.isnan(row["p"]) else f", p = {row['p']:.2g} (paired t, Holm)"
-        print(f"{row['first']} minus {row['second']}{at}: {difference}{p}; {row['claim']}", file=out)
-    for told in incidents(study):
-        print(f"note: {told}", file=out)
-    print("Means are over finished runs; diverged and failed runs are counted, not averaged.", file=out)

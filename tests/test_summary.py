@@ -8,7 +8,7 @@ import pytest
 from scipy import stats as scipy_stats
 from synthetic import make_study
 
-from moe_rl import store, summary
+from moe_rl import printing, store, summary
 from moe_rl.store import read_study
 
 
@@ -92,13 +92,25 @@ def test_an_arm_without_a_finished_run_has_no_number(tmp_path):
 def test_below_five_seeds_the_print_claims_nothing(tmp_path):
     study = read_study(make_study(tmp_path, steps=3, dense=True, diverged=[("grpo", 2)]))
     out = io.StringIO()
-    summary.print_summary(study, out)
+    printing.print_summary(study, out)
     text = out.getvalue()
     assert text.count("too few seeds for a significance claim") == 3
     assert "(n = 3)" in text
     assert "(n = 2)" in text
     assert "p =" not in text
     assert "grpo seed 2 diverged at step 2" in text
+
+
+def test_the_print_tells_settings_by_what_they_vary(tmp_path):
+    for lr in (0.1, 0.2):
+        for arm in ("grpo", "gspo"):
+            write_run(tmp_path, arm, 0, [0.5], knobs={"optim.lr": lr, "steps": 1})
+    out = io.StringIO()
+    printing.print_summary(read_study(tmp_path / "s"), out)
+    lines = out.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines[1:5]] == [[a, f"lr={lr}"] for lr in (0.1, 0.2) for a in ("grpo", "gspo")]
+    assert lines[5].startswith("grpo minus gspo at lr=0.1: 0 ")
+    assert "steps" not in out.getvalue().replace("steps.", "")
 
 
 def test_from_five_seeds_on_pairs_are_compared_with_holm(tmp_path):
@@ -135,3 +147,16 @@ def test_knob_settings_are_ordered_by_number_and_named_shortly(tmp_path):
     assert [summary.knob_label(one, knobs) for one in knobs] == ["lr=2e-05", "lr=0.0004", "lr=0.001"]
     assert summary.knob_label("a.x=1,b.x=2", ["a.x=1,b.x=2", "default"]) == "a.x=1, b.x=2"
     assert summary.knob_label("optim.lr=1", ["optim.lr=1"]) == ""
+
+
+def test_a_label_leaves_out_what_all_settings_share():
+    everywhere = ["model.layers=4,optim.lr=0.1,task=sort", "model.layers=8,optim.lr=0.1,task=sort"]
+    assert [summary.knob_label(one, everywhere) for one in everywhere] == ["layers=4", "layers=8"]
+    ends_alike = ["a.x=1,b.x=2", "a.x=3,b.x=2"]  # only one of the two keys that end alike is left
+    assert [summary.knob_label(one, ends_alike) for one in ends_alike] == ["x=1", "x=3"]
+
+
+def test_a_setting_is_read_from_its_folders_name():
+    assert summary.knob_pairs("optim.lr=1e-05,updates=4") == {"optim.lr": "1e-05", "updates": "4"}
+    assert summary.knob_pairs("default") == {}
+    assert [summary.is_number(text) for text in ("1e-05", "4", "binned", "")] == [True, True, False, False]
