@@ -154,6 +154,9 @@ class _Run:
             "log_s_sd": spread / 3.3,
             "log_s_q": [float(q) for q in spread / 3.3 * quantiles],
             "k3": 0.5 * spread**2,
+            "f2": 0.02 * spread,
+            "f5": 0.001 * spread,
+            "ess": 1 / (1 + spread**2),
         }
         if broken:
             row = {
@@ -189,5 +192,35 @@ class _Run:
                 "changed_layers": changed.tolist(),
                 "first_changed": (before * sets).tolist(),
                 "by_position": np.linspace(0.8, 1.2, 10).tolist(),
+                **(self.soft(share) if step % 2 else {}),
+                **(self.flips(share, update) if step % 2 and (tokens, reference) == ("rollout", "old") else {}),
             },
         )
+
+    def soft(self, share: np.ndarray) -> dict[str, Any]:
+        """Measured at every second step; in the first layer no token flips, so it has no margin of flipped tokens."""
+        margin = np.full(self.layers, 0.03) * np.exp(self.rng.normal(0, 0.1, self.layers))
+        return {
+            "kl": (0.3 * share**2).tolist(),
+            "js": (0.07 * share**2).tolist(),
+            "router_shift": float(np.exp(-share.mean())),
+            "margin": margin.tolist(),
+            "margin_flipped": [float("nan"), *(margin[1:] * share[1:]).tolist()],
+            "margin_kept": (1.05 * margin).tolist(),
+            "router_entropy": (np.log(self.experts) - 0.3 - share).tolist(),
+            "max_violation": (1.2 + 8 * share).tolist(),
+            "dead_experts": self.rng.integers(0, 3, self.layers).tolist(),
+        }
+
+    def flips(self, share: np.ndarray, update: int) -> dict[str, Any]:
+        flip, weight = 0.05 * self.rate**0.5 * update**0.5, 0.04 * self.rate * update
+        flip, weight = (term * float(np.exp(self.rng.normal(0, 0.15))) for term in (flip, weight))
+        by_layers = [weight * (0.7 + 0.2 * n) for n in range(self.layers)] + [float("nan")]
+        return {
+            "flip_rms": flip,
+            "weight_rms": weight,
+            "log_w_rms": (flip**2 + weight**2) ** 0.5,
+            "log_w_flipped": 0.9 * weight + 0.5 * flip,
+            "log_w_unflipped": 0.6 * weight,
+            "log_w_by_changed_layers": by_layers,
+        }

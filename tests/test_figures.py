@@ -17,15 +17,23 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from synthetic import make_study
 
-from moe_rl import figures, store
+from moe_rl import figures, store, summary
 from moe_rl.figures import _bars, _curves, base
 
 SMALL = {"steps": 5, "updates": 2, "layers": 3, "top_k": 2, "experts": 8}
+TROUBLE = {"missing": [("gspo", 1)], "diverged": [("grpo", 2)], "failed": [("grpo_routing_replay", 0)]}
 STUDIES = {
     "complete": {},
-    "troubled": {"missing": [("gspo", 1)], "diverged": [("grpo", 2)], "failed": [("grpo_routing_replay", 0)]},
+    "troubled": TROUBLE,
     "knobs": {"knobs": [{"optim.lr": 1e-4}, {"optim.lr": 4e-4}], "seeds": (0, 1), "steps": 3},
+    "troubled_lr": {"knobs": [{"optim.lr": lr} for lr in (1e-4, 2e-4, 1e-3)], "steps": 3, **TROUBLE},
+    "troubled_grid": {
+        "knobs": [{"optim.lr": lr, "updates": m, "task.digits": 5} for lr in (1e-4, 2e-4) for m in (2, 8)],
+        "steps": 3,
+        **TROUBLE,
+    },
     "dense": {"dense": True},
+    "one_step": {"steps": 1},
     "edge": {
         "arms": ("gspo", "sapo", "cispo_wide"),
         "seeds": (0,),
@@ -36,7 +44,22 @@ STUDIES = {
     },
 }
 SCRIPT = Path(__file__).parents[1] / "experiments" / "make_figures.py"
-DRIFT = {"drift_by_update", "drift_by_layer", "deviation_histogram", "changed_layers"}
+DRIFT = {
+    *("drift_by_update", "drift_by_layer", "deviation_histogram", "changed_layers", "soft_drift", "margins"),
+    *("router_load", "drift_and_ratio"),
+}
+KNOBS = {  # figure -> the studies that vary what it is about
+    "flips_over_lr": {"knobs", "troubled_lr", "troubled_grid"},
+    "against_knob": {"knobs", "troubled_lr"},
+    "knob_heat_map": {"troubled_grid"},
+}
+
+
+def troubled(name):
+    """The study with a missing, a diverged and a failed run that a figure can be drawn of, and one setting's label."""
+    kind = {"flips_over_lr": "troubled_lr", "against_knob": "troubled_lr", "knob_heat_map": "troubled_grid"}.get(name)
+    called = {"troubled_lr": " (lr=0.0001)", "troubled_grid": " (lr=0.0002, updates=8)"}.get(kind, "")
+    return kind or "troubled", called
 
 
 @pytest.fixture(scope="session")
@@ -66,17 +89,23 @@ def texts(figure):
     return " ".join([figure.get_suptitle(), figure.get_supxlabel(), *handles, *inside]).replace("\n", " ")
 
 
-def test_all_eight_are_found():
-    assert set(figures.names()) >= DRIFT | {"reward", "clip_fraction", "ratio_bands", "training_health"}
-    assert not {"base", "_bars"} & set(figures.names())
+def test_all_are_found():
+    assert set(figures.names()) >= DRIFT | set(KNOBS) | {
+        "reward",
+        "clip_fraction",
+        "ratio_bands",
+        "training_health",
+        "exceedance",
+    }
+    assert not {"base", "_bars", "_knobs"} & set(figures.names())
 
 
-def test_a_new_file_is_a_new_figure(tmp_path, monkeypatch):
+def test_a_new_file_is_a_new_figure(studies, tmp_path, monkeypatch):
     (tmp_path / "brand_new.py").write_text('"""A new one. Details."""\n\ndef draw(study):\n    return None\n')
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
     assert "brand_new" in figures.names()
     assert figures.caption("brand_new") == "A new one."
-    assert figures.draw("brand_new", None) is None
+    assert figures.draw("brand_new", studies["dense"]) is None
 
 
 @pytest.mark.parametrize("name", figures.names())
@@ -86,12 +115,18 @@ def test_the_caption_is_one_sentence(name):
     assert 20 < len(caption) < 160
 
 
-@pytest.mark.parametrize("kind", STUDIES)
-@pytest.mark.parametrize("name", figures.names())
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name, kind in itertools.product(figures.names(), STUDIES)
+        if name in KNOBS or kind not in ("troubled_lr", "troubled_grid")  # the others have "troubled" and "knobs"
+    ],
+)
 def test_contract(drawn, name, kind):
     figure = drawn(name, kind)
-    if kind == "dense":
-        assert (figure is None) == (name in DRIFT)
+    nothing_to_draw = (kind == "dense" and name in DRIFT) or (name in KNOBS and kind not in KNOBS[name])
+    assert (figure is None) == nothing_to_draw
     if figure is None:
         return
     told = texts(figure)
@@ -113,7 +148,7 @@ def test_contract(drawn, name, kind):
 @pytest.mark.parametrize("name", figures.names())
 def test_nothing_lies_over_the_legend(drawn, name):
     """Title, legend, panels and foot are stacked without overlap; laying out raises no warning."""
-    figure = drawn(name, "troubled")
+    figure = drawn(name, troubled(name)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         base.freeze(figure)
@@ -130,11 +165,12 @@ def test_nothing_lies_over_the_legend(drawn, name):
 
 @pytest.mark.parametrize("name", figures.names())
 def test_every_run_that_went_wrong_is_named(studies, name):
-    told = texts(figures.draw(name, studies["troubled"]))
+    kind, called = troubled(name)
+    told, step = texts(figures.draw(name, studies[kind])), 3 if kind == "troubled" else 2
     for phrase in (
-        "grpo seed 2 diverged at step 3",
-        "grpo_routing_replay seed 0 failed at step 3",
-        "gspo seed 1 is missing",
+        f"grpo{called} seed 2 diverged at step {step}",
+        f"grpo_routing_replay{called} seed 0 failed at step {step}",
+        f"gspo{called} seed 1 is missing",
     ):
         assert phrase in told
 
@@ -251,10 +287,10 @@ def test_the_same_figure_gives_the_same_bytes(studies, drawn, tmp_path):
 def test_a_fresh_process_gives_the_same_bytes_and_loads_neither_torch_nor_pyplot(studies, drawn, tmp_path):
     study = studies["dense"].folder
     program = (
-        "import sys; from moe_rl import figures, store, stats, summary; "
+        "import sys; from moe_rl import figures, printing, store, stats; "
         f"study = store.read_study({str(study)!r}); figure = figures.draw('clip_fraction', study); "
         "from pathlib import Path; figures.base.save(figure, Path(sys.argv[1]), 'it', ['svg']); "
-        "summary.print_summary(study); "
+        "printing.print_summary(study); "
         "loaded = {'torch', 'transformers', 'matplotlib.pyplot', 'scipy.stats'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}' if loaded else 0)"
     )
@@ -305,6 +341,20 @@ def test_make_figures_refuses_in_one_line_with_exit_code_2(studies, tmp_path, mo
         said = capsys.readouterr()
         assert len(said.err.splitlines()) == 1
         assert not said.out
+
+
+def test_arms_at_settings_of_their_own_stand_side_by_side(tmp_path):
+    """Tuned arms: one row of panels, not a row a setting with one arm in each."""
+    for arm, lr in (("grpo", 1e-4), ("gspo", 4e-4)):
+        make_study(tmp_path, "tuned", arms=[arm], knobs=[{"optim.lr": lr, "updates": 2}], **SMALL)
+    study = store.read_study(tmp_path / "tuned")
+    panels = figures.draw("drift_by_layer", study).axes
+    assert [panel.get_title() for panel in panels[:2]] == ["grpo, lr=0.0001 (n = 3)", "gspo, lr=0.0004 (n = 3)"]
+    reward = figures.draw("reward", study)
+    assert [panel.get_title() for panel in reward.axes] == ["training rollouts", "evaluation prompts"]
+    assert [text.get_text() for text in reward.legends[0].get_texts()] == [panel.get_title() for panel in panels[:2]]
+    assert "missing" not in texts(reward)
+    assert len(summary.summary_table(study)) == 2  # tables keep the settings
 
 
 def test_a_line_never_resumes_after_a_value_that_is_not_finite():

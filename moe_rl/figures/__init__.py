@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from moe_rl import summary
-from moe_rl.figures.base import FORMATS, STYLE, FigureError, save
+from moe_rl.figures.base import FORMATS, STYLE, FigureError, save, side_by_side
 from moe_rl.store import Study, read_study
 
 __all__ = ["FORMATS", "FigureError", "caption", "draw", "draw_all", "names"]
@@ -45,7 +45,7 @@ def caption(name: str) -> str:
 def draw(name: str, study: Study) -> Figure | None:
     """One figure in the shared style, or None when the study has no such data."""
     with matplotlib.rc_context(STYLE):
-        figure: Figure | None = _module(name).draw(study)
+        figure: Figure | None = _module(name).draw(side_by_side(study))
     return figure
 
 

@@ -48,6 +48,20 @@ def run_values(measures: pd.DataFrame, arm: str, knobs: str, column: str) -> Gro
     return good, bad
 
 
+def by_state(study: Study, rows: pd.DataFrame, arm: str, knobs: str, column: str, power: int = 1) -> Group:
+    """The mean over each run's rows that have a value, finished runs and diverged ones apart.
+
+    With power 2 it is the root mean square.
+    """
+    values = rows[column].astype(float) ** power
+    means = values.dropna().groupby(rows["seed"]).mean() ** (1 / power)
+    good, bad = (
+        np.array([means[seed] for seed in summary.runs_in(study, arm, knobs, [state]) if seed in means], dtype=float)
+        for state in ("finished", "diverged")
+    )
+    return good, bad
+
+
 def log_floor(groups: Iterable[Group]) -> float:
     """Where a log axis starts: a power of ten at least a factor 2 below every positive value."""
     values = np.concatenate([np.zeros(0), *(part for group in groups for part in group)])

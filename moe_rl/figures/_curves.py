@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl import stats, summary
-from moe_rl.figures.base import averaged, finished, look
+from moe_rl.figures.base import Look, averaged, finished, look
 from moe_rl.store import Study
 
 BAND_RUNS = 3
@@ -63,9 +63,11 @@ def mean_parts(by_seed: dict[int, pd.Series], study: Study, arm: str, knobs: str
     return whole, rest[rest.index > whole.index.max()] if len(whole) else rest
 
 
-def draw_arm(axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, pd.Series]) -> None:
+def draw_arm(
+    axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, pd.Series], style: Look | None = None
+) -> None:
     """Thin line a seed (X where it diverged, | where it stopped unfinished), thick mean with its band."""
-    style, good = look(arm), set(finished(study, arm, knobs))
+    style, good = style or look(arm), set(finished(study, arm, knobs))
     diverged = set(summary.runs_in(study, arm, knobs, ["diverged"]))
     for seed, values in by_seed.items():
         axes.plot(values.index, values, color=style.color, linewidth=0.8, alpha=0.5, zorder=2)
@@ -90,7 +92,15 @@ def draw_arm(axes: Axes, study: Study, arm: str, knobs: str, by_seed: dict[int, 
             markersize=6.5,
             markevery=marks,
         )
-        axes.fill_between(mean.index, mean["low"], mean["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
+        draw_band(axes, mean["low"], mean["high"], style.color, 0.13)
+
+
+def draw_band(axes: Axes, low: pd.Series, high: pd.Series, color: str, alpha: float) -> None:
+    """Shaded from low to high; at a single x, where an area has no width, a broad vertical line."""
+    if len(low) == 1:
+        axes.vlines(low.index, low, high, color=color, alpha=alpha, linewidth=12, zorder=1)
+    else:
+        axes.fill_between(low.index, low, high, color=color, alpha=alpha, linewidth=0, zorder=1)
 
 
 def fit_to_lines(panels: Iterable[Axes]) -> None:

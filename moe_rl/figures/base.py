@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import textwrap
@@ -117,7 +118,7 @@ def finish(figure: Figure, study: Study, title: str, explanation: str, handles: 
     if told:
         shown = told if len(told) <= 12 else [*told[:12], f"and {len(told) - 12} more, see summary.csv"]
         notes.append("Runs not finished: " + "; ".join(shown) + ".")
-    text = "\n".join(line for note in notes for line in textwrap.wrap(note, int(width * 12.7)))
+    text = "\n".join(line for note in notes for line in textwrap.wrap(note, int(width * 12.4)))
     # The layout engine keeps room for a supxlabel, and not for free text.
     figure.supxlabel(text, x=0.012, ha="left", fontsize=10.5, color="#333333", linespacing=1.25)
     lines = textwrap.wrap(title, int(width * 9))
@@ -145,6 +146,25 @@ def finish(figure: Figure, study: Study, title: str, explanation: str, handles: 
 def by_row(handles: Sequence[Any], columns: int) -> list[Any]:
     """In the order in which a legend of so many columns reads row by row: matplotlib fills column by column."""
     return [handle for column in range(columns) for handle in handles[column::columns]]
+
+
+def side_by_side(study: Study) -> Study:
+    """The study as figures show it: where every arm has one setting, its own, they stand together as one setting.
+
+    Each arm's setting is then in the column `own` of runs, and told beside its name.
+    """
+    settings = {arm: set(study.runs[study.runs["arm"] == arm]["knobs"]) for arm in summary.arms_of(study)}
+    if any(len(own) > 1 for own in settings.values()) or len(set.union(*settings.values())) < 2:
+        return study
+    tables = {name: getattr(study, name).assign(knobs="own") for name in ("steps", "updates", "drift")}
+    return dataclasses.replace(study, runs=study.runs.assign(own=study.runs["knobs"], knobs="own"), **tables)
+
+
+def named(study: Study, arm: str, knobs: Sequence[str]) -> str:
+    """'arm (n = 3)', or 'arm, lr=0.1 (n = 3)' where every arm has a setting of its own."""
+    runs = study.runs
+    own = summary.knob_label(runs[runs["arm"] == arm]["own"].iloc[0], set(runs["own"])) if "own" in runs else ""
+    return f"{arm}, {own} ({counts(study, arm, knobs)})" if own else f"{arm} ({counts(study, arm, knobs)})"
 
 
 def models_of(study: Study) -> list[tuple[int, int, int]]:
@@ -186,16 +206,26 @@ def counts(study: Study, arm: str, knobs: Sequence[str]) -> str:
 
 
 def panel_title(study: Study, arm: str, knobs: str) -> str:
-    """'arm (n = 3)' with the knob setting on a second line when the study has several."""
-    label = summary.knob_label(knobs, summary.knobs_of(study))
-    return f"{arm} ({counts(study, arm, [knobs])})" + (f"\n{label}" if label else "")
+    """'arm (n = 3)' with the knob setting below it when the study has several."""
+    return titled(named(study, arm, [knobs]), summary.knob_label(knobs, summary.knobs_of(study)))
+
+
+def titled(text: str, label: str, width: int = 36) -> str:
+    """A panel's title with its knob setting, '' for none, on lines of its own, broken after commas."""
+    lines = [text]
+    for pair in label.split(", ") if label else []:
+        if len(lines) > 1 and len(lines[-1]) + len(pair) + 2 <= width:
+            lines[-1] += f", {pair}"
+        else:
+            lines.append(pair)
+    return "\n".join(lines)
 
 
 def arm_handles(study: Study) -> list[Line2D]:
     """Legend entries, one an arm, with the number of seeds."""
     knobs, handles = summary.knobs_of(study), []
     for arm in summary.arms_of(study):
-        style, label = look(arm), f"{arm} ({counts(study, arm, knobs)})"
+        style, label = look(arm), named(study, arm, knobs)
         handles.append(
             Line2D(
                 [],
@@ -233,6 +263,11 @@ def rows_of(study: Study, table: pd.DataFrame, arm: str, knobs: str) -> pd.DataF
     steps = rows["step"].astype(int)
     rows["updates"] = (steps - 1) * per_step + rows["update"].astype(int) if "update" in rows else steps * per_step
     return rows
+
+
+def measured(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows in which a quantity was measured that is not measured at every step, or not in every family."""
+    return table[table[column].map(lambda value: isinstance(value, list) or value == value)].copy()
 
 
 # ------------------------------------------------------------------------------------------------------------- saving

@@ -26,8 +26,7 @@ def draw(study: Study) -> Figure | None:
         for panel, (span, title) in zip(axes[row], SPANS.items(), strict=True):
             for arm in arms:
                 _steps(panel, study, _bars.spanned(study, drift, arm, setting, span), arm, setting)
-            label = summary.knob_label(setting, knobs)
-            panel.set_title(title + (f", {label}" if label else ""))
+            panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
             panel.set_ylim(0, 1.03)
             panel.set_xlabel("MoE layers with a changed expert set (of L)")
             panel.set_ylabel("tokens with at most so many\nchanged layers (share)" if span == "previous" else "")

@@ -41,8 +41,7 @@ def draw(study: Study) -> Figure | None:
                 for d, group in enumerate(shares[arm, setting, span]):
                     _bars.draw_bar(panel, d + shift, 0.9 * width, base.look(arm), group, floor)
             _unrelated(panel, study, arms, setting)
-            label = summary.knob_label(setting, knobs)
-            panel.set_title(title + (f", {label}" if label else ""))
+            panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
             panel.set_yscale("log")
             panel.set_ylim(floor, 1.6)
             panel.set_xlabel("changed experts d of a token in a layer (of K)")

@@ -77,8 +77,9 @@ def _lines(
     """Draw a mean line; returns where the first run diverged, 0 if none did."""
     whole, rest = _curves.mean_parts(_curves.curves(rows, x, "share"), study, arm, knobs)
     for part, width in ((whole, 2.2), (rest, 1.3)):
-        axes.plot(part.index, part["mean"], color=color, linestyle=style, linewidth=width)
-        axes.fill_between(part.index, part["low"], part["high"], color=color, alpha=0.14, linewidth=0)
+        marker = "o" if len(part) == 1 else ""  # a line of one point cannot be seen
+        axes.plot(part.index, part["mean"], color=color, linestyle=style, linewidth=width, marker=marker)
+        _curves.draw_band(axes, part["low"], part["high"], color, 0.14)
     return float(whole.index.max()) if len(whole) and summary.runs_in(study, arm, knobs, ["diverged"]) else 0.0
 
 

@@ -63,8 +63,8 @@ def _panel(axes: Axes, study: Study, updates: pd.DataFrame, arm: str, knobs: str
     for part in (0, 1):
         q = [both[part]["mean"] for both in parts]
         for low, high, alpha in BANDS:
-            axes.fill_between(q[low].index, q[low], q[high], color=color, alpha=alpha, linewidth=0)
-        axes.plot(q[3].index, q[3], color="black", linewidth=1.6)
+            _curves.draw_band(axes, q[low], q[high], color, alpha)
+        axes.plot(q[3].index, q[3], color="black", linewidth=1.6, marker="_" if len(q[3]) == 1 else "")
     whole, rest = parts[0]
     if len(rest) and len(whole):
         axes.axvline(float(whole.index.max()), color="#333333", linestyle="--", linewidth=1.3)

@@ -40,8 +40,7 @@ def draw(study: Study) -> Figure | None:
                 _curves.draw_arm(panel, study, arm, setting, by_seed)
                 drawn += [values.to_numpy(dtype=float) for values in by_seed.values()]
             _scale(panel, name, np.concatenate([*drawn, np.zeros(0)]))
-            label = summary.knob_label(setting, knobs)
-            panel.set_title(title + (f"\n{label}" if label else ""))
+            panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
             panel.set_ylabel(unit)
             panel.set_xlabel("gradient updates (step · M)")
     title = "Training health: entropy, gradient norm, response length, k3"
