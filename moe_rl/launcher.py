@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,7 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["moe_rl.loop", "moe_rl.cli"])
     try:
-        with _environment(config.launch.threads):
+        with _environment(config.launch.threads), _interrupted_by_sigterm():
             while queue or running:
                 while queue and len(running) < config.launch.jobs:
                     run = queue.pop(0)
@@ -106,6 +107,20 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
         for run in running:
             if run.process is not None:
                 run.process.terminate()
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """A cluster ends a job with SIGTERM: the runs must not go on as orphans."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -295,6 +295,26 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished"] * 3
 
 
+def test_a_launch_ended_by_sigterm_takes_its_runs_along_and_goes_on_when_launched_again(tmp_path):
+    command = ["-m", "study_name=k", "arm=grpo", "seed=0", f"launch.results_dir={tmp_path}", *SMALL, "steps=8"]
+    command.remove("steps=2")
+    sweep = subprocess.Popen([sys.executable, TRAIN, *command])
+    deadline, status = time.monotonic() + 300, {}
+    while not status.get("step") and time.monotonic() < deadline:
+        time.sleep(0.1)
+        for path in tmp_path.glob("k/grpo/*/seed_0/status.json"):
+            status = json.loads(path.read_text())
+    sweep.terminate()
+    assert sweep.wait(60) != 0
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{status['pid']}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (run,) = tmp_path.glob("k/grpo/*/seed_0")
+    assert store.state_of(run) == "cut_off"
+    train(*command)
+    assert store.state_of(run) == "finished"
+
+
 def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
     train("-m", "study_name=d", "arm=grpo", "seed=0", "optim.lr=1e-3,1e30", f"launch.results_dir={tmp_path}", *SMALL)
     runs = store.read_study(tmp_path / "d").runs.set_index("knobs").state
