@@ -33,6 +33,7 @@ def emulated(
     (transformers' _keep_in_fp32_modules_strict) stays, and so do buffers. fp8: see `round_to_fp8`; the arithmetic stays
     that of the dtype. router_noise: standard deviation of the Gaussian noise that is added to the scores that a router
     ranks, of `seed` alone: the choice changes, the gates of the chosen do not, and a router variant sees noisy scores.
+    Most families rank probabilities, near 1/E each, and a tenth of that is already a lot; GPT-OSS ranks logits.
 
     RoutingError for noise on a dense model and for experts whose layout is unknown.
     """

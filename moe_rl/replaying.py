@@ -104,10 +104,9 @@ class Replay(ForwardWatch):
             replayed_NK, live_NK = ids_NK.to(scores_NE.device, torch.int64), live()
             if self.threshold:
                 replayed_NK = keep_likely(replayed_NK, live_NK, scores_NE.detach(), self.threshold)
-                if not in_backward():  # a recomputation is not a new choice
-                    used_NK = (replayed_NK[:, :, None] == ids_NK.to(scores_NE.device)[:, None, :]).any(-1)
-                    valid_N1 = plan.valid_N[:, None]
-                    self.kept.append(((used_NK & valid_N1).sum(), valid_N1.expand_as(used_NK).sum()))
+                used_NK = (replayed_NK[:, :, None] == ids_NK.to(scores_NE.device)[:, None, :]).any(-1)
+                valid_N1 = plan.valid_N[:, None]
+                self.kept.append(((used_NK & valid_N1).sum(), valid_N1.expand_as(used_NK).sum()))
             return torch.where(plan.valid_N[:, None], replayed_NK, live_NK)
 
         return choose

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.forwards import in_backward
 from moe_rl.models.families import require_routers
 from moe_rl.records import RoutingError
 
@@ -82,7 +81,8 @@ def kl(old_NE: Tensor, new_NE: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def router_outputs(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """(logits_NE with gradient, ids_NK) of every run of a router inside the block, in order; recomputations left out.
+    """(logits_NE with gradient, ids_NK) of every run of a router in the block, in order. Backward belongs behind it:
+    activation checkpointing runs the routers again there.
 
     RoutingError for a dense model and for families whose routers return no logits.
     """
@@ -90,7 +90,7 @@ def router_outputs(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     undo = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        if module in routers and not in_backward():
+        if module in routers:
             seen.append((output[0].reshape(-1, output[0].shape[-1]), output[2]))
 
     sites = require_routers(model)
