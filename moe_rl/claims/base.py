@@ -1,0 +1,166 @@
+"""What a claim is, and the few rules by which data give a verdict.
+
+A rule never says "not supported" of an effect that the data could not have shown: where the interval is too wide for
+that, the verdict is "not testable at this scale", and says how wide it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from moe_rl import stats
+
+SUPPORTED = "supported here"
+NOT_SUPPORTED = "not supported here"
+NOT_TESTABLE = "not testable at this scale"
+VERDICTS = (SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE)
+RELEVANT = 0.05  # of the reward, whose range is 0 to 1: what counts as a difference between two methods
+LEVEL = 0.05  # of p after Holm
+
+Values = Mapping[int, float]  # seed -> number
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim under test: what was said and where, the studies that bear on it, what is measured, and the rule.
+
+    figures: names of the figures that show it. contested: what others say against it, with the source.
+    """
+
+    id: str
+    title: str
+    said: str
+    source: str
+    studies: tuple[str, ...]
+    measure: str
+    rule: str
+    figures: tuple[str, ...] = ()
+    contested: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """A measured number with its 95 % interval over seeds.
+
+    at: study and setting. p, sign_flip_p: of "it is 0", by the t test and exactly by sign flips, after Holm over the
+    claim's tests; NaN where nothing is tested or below 5 seeds.
+    """
+
+    what: str
+    estimate: stats.Estimate
+    at: str = ""
+    p: float = math.nan
+    sign_flip_p: float = math.nan
+
+    @property
+    def name(self) -> str:
+        return f"{self.what} ({self.at})" if self.at else self.what
+
+    @property
+    def half_width(self) -> float:
+        """The least difference that these data could have told from 0, about."""
+        return (self.estimate.high - self.estimate.low) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A verdict and the sentence that gives its numbers."""
+
+    verdict: str
+    because: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What the data say on a claim. notes: what a reader has to know besides."""
+
+    verdict: str
+    because: str
+    effects: tuple[Effect, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def finding(judgement: Judgement, effects: Sequence[Effect] = (), notes: Sequence[str] = ()) -> Finding:
+    return Finding(judgement.verdict, judgement.because, tuple(effects), tuple(notes))
+
+
+def not_run(*studies: str) -> Finding:
+    told = f"study {studies[0]} has" if len(studies) == 1 else f"studies {' and '.join(studies)} have"
+    return Finding(NOT_TESTABLE, f"{told} not been run")
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+def above_zero(effect: Effect, relevant: float = RELEVANT) -> Judgement:
+    """Supported: interval above 0 and p < .05. Not: below 0, or known to ± `relevant` without lying above 0."""
+    e = effect.estimate
+    if e.n < stats.CLAIM_RUNS:
+        return too_few(effect)
+    told = f"{effect.name} is {e}{_p(effect)}"
+    if e.low > 0 and effect.p < LEVEL:
+        return Judgement(SUPPORTED, told)
+    if e.high < 0:
+        return Judgement(NOT_SUPPORTED, f"{told}: the other way round")
+    if effect.half_width <= relevant:
+        return Judgement(NOT_SUPPORTED, f"{told}, and a difference of {relevant:g} would have been seen")
+    return Judgement(NOT_TESTABLE, f"{told}: differences below {effect.half_width:.2g} cannot be seen with these seeds")
+
+
+def no_worse(effect: Effect, margin: float = RELEVANT) -> Judgement:
+    """Supported: interval above -margin. Not: interval below 0 with p < .05, or below -margin. Else: cannot be told."""
+    e = effect.estimate
+    if e.n < stats.CLAIM_RUNS:
+        return too_few(effect)
+    told = f"{effect.name} is {e}{_p(effect)}"
+    if e.low > -margin:
+        return Judgement(SUPPORTED, f"{told}: a loss of {margin:g} or more is excluded")
+    if e.high < -margin or (e.high < 0 and effect.p < LEVEL):
+        return Judgement(NOT_SUPPORTED, told)
+    return Judgement(NOT_TESTABLE, f"{told}: neither a loss of {margin:g} nor no loss is excluded")
+
+
+def in_band(effect: Effect, low: float, high: float) -> Judgement:
+    """Supported: mean in [low, high], interval no wider than it. Not: interval outside. Else it cannot be told."""
+    e = effect.estimate
+    if e.n < stats.CLAIM_RUNS:
+        return too_few(effect)
+    told = f"{effect.name} is {e}"
+    band = f"[{low:g}, {high:g}]"
+    if e.high < low or e.low > high:
+        return Judgement(NOT_SUPPORTED, f"{told}, outside {band}")
+    if effect.half_width > (high - low) / 2:
+        return Judgement(NOT_TESTABLE, f"{told}: an interval wider than {band}")
+    if not low <= e.value <= high:
+        return Judgement(NOT_TESTABLE, f"{told}: outside {band}, but its interval reaches into it")
+    return Judgement(SUPPORTED, f"{told}, inside {band}")
+
+
+def too_few(effect: Effect) -> Judgement:
+    n = effect.estimate.n
+    told = f"has {n} of at least {stats.CLAIM_RUNS} seeds" if n else "cannot be had: no runs have both sides"
+    return Judgement(NOT_TESTABLE, f"{effect.name} {told}")
+
+
+def all_of(*judgements: Judgement) -> Judgement:
+    """Every part has to hold: one that fails decides, else one that cannot be told."""
+    verdicts = [judgement.verdict for judgement in judgements]
+    verdict = next((v for v in (NOT_SUPPORTED, NOT_TESTABLE) if v in verdicts), SUPPORTED)
+    return Judgement(verdict, "; ".join(judgement.because for judgement in judgements))
+
+
+def any_of(judgements: Sequence[Judgement], where: str) -> Judgement:
+    """One place is enough to support it; to refute it, all have to. where: what the places are, in the plural."""
+    if not judgements:
+        return Judgement(NOT_TESTABLE, f"there are no {where} that could show it")
+    verdicts = [judgement.verdict for judgement in judgements]
+    verdict = next((v for v in (SUPPORTED, NOT_TESTABLE) if v in verdicts), NOT_SUPPORTED)
+    told = [judgement.because for judgement in judgements if judgement.verdict == verdict]
+    if verdict == SUPPORTED:
+        return Judgement(verdict, told[0])
+    more = f"; and {len(told) - 2} more" if len(told) > 2 else ""
+    return Judgement(verdict, f"at none of {len(judgements)} {where}: " + "; ".join(told[:2]) + more)
+
+
+def _p(effect: Effect) -> str:
+    return "" if math.isnan(effect.p) else f", p = {effect.p:.2g}"

@@ -1,0 +1,68 @@
+"""GSPO converges on MoE models without Routing Replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_rl.claims._effects import Numbers, contrast, frontier_effects, level_of, numbers_of, with_holm
+from moe_rl.claims.base import (
+    NOT_TESTABLE,
+    RELEVANT,
+    Claim,
+    Effect,
+    Finding,
+    Judgement,
+    above_zero,
+    all_of,
+    finding,
+    no_worse,
+)
+from moe_rl.store import Study
+
+ARM, REPLAYED = "gspo", ("grpo_routing_replay", "gspo_routing_replay")
+CLAIM = Claim(
+    id="C4",
+    title="GSPO converges without Routing Replay",
+    said="GSPO does not depend on Routing Replay and converges normally without it.",
+    source="arXiv 2507.18071, section 5.3",
+    studies=("side_by_side", "stability_frontier"),
+    measure="gain: final reward minus the reward before the first update, diverged runs with reward 0; and final "
+    "reward against arms with replay, each arm at its best setting, paired by seed.",
+    rule="In the first of its studies that was run, GSPO at its best setting. Supported: the gain lies above 0 with "
+    f"p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not supported: the "
+    f"gain lies below 0, or is known to ± {RELEVANT:g} without lying above 0, or GSPO lies below an arm with replay "
+    "with p < .05. Otherwise not testable. Holm over these tests.",
+    figures=("reward", "final_reward_map", "collapse_map"),
+)
+
+
+def judge(studies: Mapping[str, Study]) -> Finding:
+    study = next(studies[name] for name in CLAIM.studies if name in studies)
+    numbers = numbers_of(study)
+    best = numbers.best_setting(ARM)
+    if best is None:
+        return Finding(NOT_TESTABLE, f"arm {ARM} has no run with a result in study {study.folder.name}")
+    gain, *losses = with_holm([_gain(numbers, best), *_losses(numbers, best)])
+    frontier = frontier_effects(studies["stability_frontier"]) if "stability_frontier" in studies else []
+    return finding(_verdict(gain, losses), [gain, *losses, *frontier])
+
+
+def _gain(numbers: Numbers, knobs: str) -> Effect:
+    return level_of(f"the gain of {ARM}", numbers.of("gain", arm=ARM, knobs=knobs), numbers.at(knobs))
+
+
+def _losses(numbers: Numbers, best: str) -> list[Effect]:
+    own = numbers.of("outcome", arm=ARM, knobs=best)
+    others = {arm: numbers.best_setting(arm) for arm in REPLAYED}
+    return [
+        contrast(f"final reward, {ARM} minus {arm}", own, numbers.of("outcome", arm=arm, knobs=k), numbers.at(best, k))
+        for arm, k in others.items()
+        if k is not None
+    ]
+
+
+def _verdict(gain: Effect, losses: list[Effect]) -> Judgement:
+    if not losses:
+        none = Judgement(NOT_TESTABLE, f"neither {' nor '.join(REPLAYED)} was run beside it")
+        return all_of(above_zero(gain), none)
+    return all_of(above_zero(gain), *(no_worse(loss) for loss in losses))

@@ -1,0 +1,49 @@
+"""GSPO needs no Routing Replay, however stale the rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_rl.claims._effects import Numbers, contrast, level_of, numbers_of, with_holm
+from moe_rl.claims.base import NOT_TESTABLE, RELEVANT, Claim, Effect, Finding, above_zero, all_of, finding, no_worse
+from moe_rl.store import Study
+
+PAIRS = (("gspo", "gspo_routing_replay"), ("gspo", "grpo_routing_replay"), ("grpo", "grpo_routing_replay"))
+CLAIM = Claim(
+    id="X1a",
+    title="GSPO needs no replay at high staleness",
+    said="GSPO trains MoE models stably without Routing Replay, rollouts being split into several updates.",
+    source="arXiv 2507.18071, section 5.3",
+    contested="Others find that the staler the rollouts are, the more replay of the routing is needed to train "
+    "stably (arXiv 2512.01374, whose sequence of updates a batch goes from 1 to 8).",
+    studies=("staleness",),
+    measure="final reward (diverged: 0), without minus with replay, paired by seed, at each number of updates M that "
+    "a batch of rollouts is split into, each arm at its best setting for that M.",
+    rule="At the largest M. Supported: GSPO's gain over the start lies above 0 with p < .05, and against GSPO with "
+    f"replay a loss of {RELEVANT:g} is excluded. Not supported: GSPO lies below GSPO with replay with p < .05, or its "
+    "gain does not lie above 0 although it would have been seen. Otherwise not testable. Holm over all M and pairs.",
+    figures=("reward", "final_reward_map"),
+)
+
+
+def judge(studies: Mapping[str, Study]) -> Finding:
+    numbers = numbers_of(studies["staleness"], updates="updates")
+    stalest = max(numbers.table["updates"])
+    gain = level_of("the gain of gspo", _outcomes(numbers, "gspo", stalest, "gain"), f"staleness, M={stalest}")
+    pairs = {(p, m): _pair(numbers, *p, m) for m in sorted(set(numbers.table["updates"])) for p in PAIRS}
+    gain, *tested = with_holm([gain, *pairs.values()])
+    by_place = dict(zip(pairs, tested, strict=True))
+    shown = [effect for effect in tested if effect.estimate.n]
+    if not by_place[PAIRS[0], stalest].estimate.n:
+        return Finding(NOT_TESTABLE, f"no seed has gspo and gspo_routing_replay at M={stalest}", (gain, *shown))
+    return finding(all_of(above_zero(gain), no_worse(by_place[PAIRS[0], stalest])), [gain, *shown])
+
+
+def _outcomes(numbers: Numbers, arm: str, updates: int, column: str = "outcome") -> dict[int, float]:
+    knobs = numbers.best_setting(arm, updates=updates)
+    return {} if knobs is None else numbers.of(column, arm=arm, knobs=knobs)
+
+
+def _pair(numbers: Numbers, plain: str, replayed: str, updates: int) -> Effect:
+    a, b = (_outcomes(numbers, arm, updates) for arm in (plain, replayed))
+    return contrast(f"final reward, {plain} minus {replayed}", a, b, f"staleness, M={updates}")

@@ -1,0 +1,57 @@
+"""Freezing the router is enough, replay is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_rl.claims._effects import Numbers, contrast, level_of, model_note, numbers_of, with_holm
+from moe_rl.claims.base import NOT_TESTABLE, RELEVANT, Claim, Finding, above_zero, all_of, finding, no_worse
+from moe_rl.store import Study
+
+CLAIM = Claim(
+    id="X1c",
+    title="Freezing the router is enough",
+    said="GRPO on an MoE model trains stably without Routing Replay as long as the router's weights are frozen.",
+    source="a remedy in use, named beside routing replay in arXiv 2510.23027v1, section 1",
+    contested="A frozen router still moves its choices, because the hidden states that it scores move. Replay fixes "
+    "the choice itself (arXiv 2507.18071, section 5.3).",
+    studies=("controls",),
+    measure="final reward (diverged: 0), GRPO with frozen router minus GRPO + Routing Replay with all weights "
+    "trained, paired by seed, each at its best setting at the same M; slot change of each.",
+    rule=f"Supported: the gain with frozen router lies above 0 with p < .05 and a loss of {RELEVANT:g} against replay "
+    "is excluded. Not supported: it lies below replay with p < .05, or its gain does not lie above 0 although it "
+    "would have been seen. Otherwise not testable. Holm over all shown tests.",
+    figures=("reward", "drift_by_update"),
+)
+TRAINED = {"no_router": "frozen router", "router": "router alone", "experts": "experts alone", "all": "all weights"}
+
+
+def judge(studies: Mapping[str, Study]) -> Finding:
+    numbers = numbers_of(studies["controls"], updates="updates", trains="optim.trains")
+    stalest = max(numbers.table["updates"])
+    replay = _values(numbers, "outcome", "grpo_routing_replay", "all", stalest)
+    outcomes = {trains: _values(numbers, "outcome", "grpo", trains, stalest) for trains in TRAINED}
+    gain = level_of("the gain with frozen router", _values(numbers, "gain", "grpo", "no_router", stalest))
+    against = contrast("final reward, frozen router minus replay", outcomes["no_router"], replay)
+    if not against.estimate.n:
+        return Finding(
+            NOT_TESTABLE, "study controls lacks grpo with frozen router, or grpo_routing_replay, on the same seeds"
+        )
+    others = [
+        contrast(f"final reward, {told} minus all weights", outcomes[trains], outcomes["all"])
+        for trains, told in TRAINED.items()
+        if trains != "all" and outcomes[trains]
+    ]
+    gain, against, *others = with_holm([gain, against, *others])
+    slots = [
+        level_of(f"slot change by one update, {told}", values, tested=False)
+        for trains, told in TRAINED.items()
+        if (values := _values(numbers, "slot_change", "grpo", trains, stalest))
+    ]
+    verdict = all_of(above_zero(gain), no_worse(against))
+    return finding(verdict, [gain, against, *others, *slots], [f"All at M={stalest}. {model_note(numbers.study)}"])
+
+
+def _values(numbers: Numbers, column: str, arm: str, trains: str, updates: int) -> dict[int, float]:
+    knobs = numbers.best_setting(arm, updates=updates, trains=trains)
+    return {} if knobs is None else numbers.of(column, arm=arm, knobs=knobs)
