@@ -12,13 +12,15 @@ import numpy as np
 import pandas as pd
 
 from moe_rl import summary
-from moe_rl.store import KEY, Study
+from moe_rl.store import KEY, Study, once_per_study
 
 UPDATE_MEANS = ("k3", "f2", "f5", "ess")
+STEP_MEANS = ("mismatch_k3", "mismatch_f2", "mismatch_f5", "mismatch_ess", "routing_mismatch")
 BUDGETS = {"queries": "queries", "tokens": "response tokens", "train_cpu_s": "CPU seconds of training"}
 TRAINING = ("rollout_s", "old_pass_s", "update_s")  # without measuring drift and without evaluation
 
 
+@once_per_study
 def run_numbers(study: Study) -> pd.DataFrame:
     """A row a run, in the order of study.runs: all columns of `summary.run_measures`, and
 
@@ -27,8 +29,8 @@ def run_numbers(study: Study) -> pd.DataFrame:
     best) or ended below its start, else 0, NaN without outcome. set_change, any_layer_change: as slot_change, by one
     update. batch_slot_change: slot change over the M updates of a batch. late_slot_change: slot change by one update in
     the second half of the run. log_w_sd, log_s_sd: root mean square over updates 2 to M. flip_rms, weight_rms: root
-    mean square over updates. response_length: mean. queries, tokens, train_cpu_s: spent in all. And means over updates
-    of UPDATE_MEANS, NaN where a study has no such column.
+    mean square over updates. response_length: mean. queries, tokens, train_cpu_s: spent in all. And means of
+    UPDATE_MEANS over updates and STEP_MEANS over steps, NaN where a study has no such column.
     """
     measured, measure = summary.run_measures(study), summary.reward_measure(study)
     groups = {name: dict(iter(table.groupby(list(KEY)))) for name, table in _tables(study).items()}
@@ -90,6 +92,8 @@ def _means(parts: Mapping[str, pd.DataFrame | None]) -> dict[str, float]:
         found[name] = _root_mean_square(parts["old"], name)
     for name in UPDATE_MEANS:
         found[name] = _mean_of(parts["updates"], name)
+    for name in STEP_MEANS:
+        found[name] = _mean_of(parts["steps"], name)
     return found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl import stats
-from moe_rl.store import Study
+from moe_rl.store import Study, once_per_study
 
 KNOWN_ARMS = ("grpo", "grpo_routing_replay", "gspo")
 UNFINISHED = ("running", "cut_off")
@@ -149,6 +149,7 @@ def _highest(checks: Any) -> float:
     return max(checks.values(), default=float("nan")) if isinstance(checks, dict) else float("nan")
 
 
+@once_per_study
 def run_measures(study: Study) -> pd.DataFrame:
     """A row a run: arm, knobs, seed, state, final_reward, collapsed, slot_change, clip_frac, cpu_s.
 
@@ -181,6 +182,7 @@ def run_measures(study: Study) -> pd.DataFrame:
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
+@once_per_study
 def summary_table(study: Study) -> pd.DataFrame:
     """A row per arm and knob setting: how its runs ended and, over the finished ones, what they reached.
 
@@ -226,6 +228,7 @@ def settings_to_compare(study: Study, first: str, second: str) -> list[tuple[str
     return shared or ([(one[0], other[0])] if len(one) == len(other) == 1 else [])
 
 
+@once_per_study
 def comparison_table(study: Study) -> pd.DataFrame:
     """A row per pair of arms at one knob setting: final reward, first minus second, paired by seed, finished runs only.
 

@@ -45,7 +45,7 @@ def make_study(
                 if (arm, seed) in missing:
                     continue
                 folder = store.run_folder(results, study, arm, settings, seed)
-                config = unflatten({"arm": arm, "seed": seed, **settings})
+                config = unflatten({"arm": arm, "seed": seed, "updates": updates, "optim.lr": 2e-4, **settings})
                 run = _Run(arm, seed, dict(settings), steps, updates, 0 if dense else layers, top_k, experts)
                 end = 1 + int(steps * 0.45)
                 with contextlib.suppress(CrashError), store.open_run(folder, config) as writer:

@@ -74,9 +74,10 @@ def test_tables_come_back_as_they_were(study, tmp_path):
     assert set(packed.setting("no.such")) == {None}
 
 
-@pytest.mark.parametrize("name", figures.names())
-def test_figures_are_drawn_from_the_packed_study(study, packed, name):
-    assert (figures.draw(name, packed) is None) == (figures.draw(name, study) is None)
+@pytest.mark.parametrize("name", ["drift_by_layer", "changed_layers", "ratio_bands"])
+def test_figures_are_drawn_from_a_thinned_study(study, tmp_path, name):
+    pack(study, tmp_path / "s", run_numbers(study), 110_000)
+    assert figures.draw(name, read_study(tmp_path / "s")) is not None
 
 
 def test_settings_are_kept_once_if_shared():

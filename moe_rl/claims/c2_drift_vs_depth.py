@@ -18,7 +18,7 @@ CLAIM = Claim(
     "is a mean over layers; any-layer change grows with depth by itself and does not count.",
     rule="GRPO (or the only arm). Supported: interval of b above 0 and p < .05. Not supported: b below 0, or known "
     f"to ± {RELEVANT_SLOPE:g} without lying above 0. Otherwise not testable.",
-    figures=("drift_vs_depth", "drift_by_layer"),
+    figures=("against_knob", "drift_by_layer"),
 )
 
 

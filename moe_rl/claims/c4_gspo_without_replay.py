@@ -32,7 +32,7 @@ CLAIM = Claim(
     f"p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not supported: the "
     f"gain lies below 0, or is known to ± {RELEVANT:g} without lying above 0, or GSPO lies below an arm with replay "
     "with p < .05. Otherwise not testable. Holm over these tests.",
-    figures=("reward", "final_reward_map", "collapse_map"),
+    figures=("reward", "knob_heat_map"),
 )
 
 

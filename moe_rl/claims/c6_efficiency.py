@@ -23,7 +23,7 @@ CLAIM = Claim(
     rule="GSPO minus GRPO with replay (as in the source), at equal queries and at equal CPU seconds. Supported: both "
     "lie above 0 with p < .05 (Holm over all budgets and arms). Not supported: one lies below 0, or is known to ± "
     f"{RELEVANT:g} without lying above 0. Otherwise not testable.",
-    figures=("reward", "reward_by_compute"),
+    figures=("reward",),
 )
 
 

@@ -36,7 +36,7 @@ CLAIM = Claim(
     rule="In every arm with 5 seeds. Supported: the sum's exponent lies above 0 with p < .05, and the upper end of "
     f"the sequence ratio's is below {GROWS:g}. Not supported: the sum's does not although an exponent of {GROWS:g} "
     f"would have been seen, or the sequence ratio's lies above {GROWS:g}. Otherwise not testable.",
-    figures=("ratio_vs_length", "ratio_bands"),
+    figures=("against_knob", "ratio_bands"),
 )
 
 

@@ -21,7 +21,7 @@ CLAIM = Claim(
     rule="At every learning rate that both models and both arms share. Supported: at some rate both lie above 0 with "
     f"p < .05 (Holm over all). Not supported: at every rate one lies below 0, or is known to ± {RELEVANT:g} without "
     "lying above 0. Otherwise not testable.",
-    figures=("reward", "final_reward_map"),
+    figures=("reward", "knob_heat_map"),
 )
 
 

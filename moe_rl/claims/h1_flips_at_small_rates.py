@@ -26,7 +26,7 @@ CLAIM = Claim(
     "exceed weights at the smallest rate, both with p < .05 (Holm). Not supported: one of them lies below 0, or does "
     f"not lie above 0 although {RELEVANT_SLOPE:g} (exponents) or a factor 1.25 would have been seen. Otherwise not "
     "testable.",
-    figures=("flip_vs_weight",),
+    figures=("flips_over_lr", "drift_and_ratio"),
 )
 
 

@@ -22,7 +22,7 @@ CLAIM = Claim(
     rule="At the largest M. Supported: GSPO's gain over the start lies above 0 with p < .05, and against GSPO with "
     f"replay a loss of {RELEVANT:g} is excluded. Not supported: GSPO lies below GSPO with replay with p < .05, or its "
     "gain does not lie above 0 although it would have been seen. Otherwise not testable. Holm over all M and pairs.",
-    figures=("reward", "final_reward_map"),
+    figures=("reward", "knob_heat_map"),
 )
 
 

@@ -24,7 +24,7 @@ CLAIM = Claim(
     rule="Over all pairs of an arm without and with replay at M = 1. Supported: one difference lies above 0 with p < "
     f".05 (Holm). Not supported: every one lies below 0, or is known to ± {RELEVANT:g} without lying above 0. "
     "Otherwise not testable.",
-    figures=("reward", "final_reward_map"),
+    figures=("reward",),
 )
 
 

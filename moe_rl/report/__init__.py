@@ -99,8 +99,9 @@ def results_markdown(studies: dict[str, Study]) -> str:
     absent = sorted({name for claim, _ in judged for name in claim.studies} - set(studies))
     nulls = [f"{escape(name)}: {told}" for name, one in studies.items() for told in null_results(one)]
     overview = [
-        [link(c.id, f"#{slug(f'{c.id}: {c.title}')}"), escape(c.title), f"**{found.verdict}**", escape(found.because)]
-        for c, found in judged
+        [link(title, f"#{slug(title)}"), f"**{found.verdict}**", escape(found.because)]
+        for claim, found in judged
+        for title in [f"{claim.id}: {claim.title}"]
     ]
     counts = ", ".join(f"{sum(f.verdict == v for _, f in judged)} {v}" for v in claims.VERDICTS)
     listed = [f"{link(name, f'{name}/report.html')}: {plural(len(one.runs), 'run')}" for name, one in studies.items()]
@@ -108,7 +109,7 @@ def results_markdown(studies: dict[str, Study]) -> str:
     parts = [
         "# The claims, tested\n",
         f"{len(judged)} claims: {counts}. {HOW_TO_READ}\n",
-        "## Verdicts\n\n" + table(["id", "claim", "verdict", "why"], overview),
+        "## Verdicts\n\n" + table(["claim", "verdict", "why"], overview),
         "## Claim by claim\n",
         *(_claim_with_runs(claim, found, studies) for claim, found in judged),
         *(["## Studies that no claim reads\n"] if others else []),

@@ -26,7 +26,7 @@ body { font: 1rem/1.55 system-ui, sans-serif; color: #1a1a1a; background: #fff; 
   padding: 1rem; overflow-wrap: break-word; }
 h1, h2, h3 { line-height: 1.25; }
 h2 { border-top: 1px solid #ccc; padding-top: 1rem; margin-top: 2.5rem; }
-img { max-width: 100%; height: auto; }
+img { max-width: min(100%, 50rem); height: auto; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left; vertical-align: top; }
@@ -36,6 +36,7 @@ nav ul { padding-left: 1.2rem; margin: .3rem 0; }
 a { color: #004488; }
 .yes, .no, .open { padding: .1rem .45rem; border-radius: .3rem; white-space: nowrap; }
 .yes { background: #d5ecd4; } .no { background: #f5d3d3; } .open { background: #e6e6e6; }
+@media (max-width: 40rem) { .yes, .no, .open { white-space: normal; } td, th { padding: .3rem .4rem; } }
 @media print { nav { display: none; } }
 """
 

@@ -15,8 +15,8 @@ def escape(text: object) -> str:
     line = " ".join(str(text).split())
     line = re.sub(r"([\\`*\[\]|~$]|<(?=[\w/!?])|&(?=#?\w+;))", r"\\\1", line)
     line = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", line)
-    line = re.sub(r"^([#+=-])", r"\\\1", line)
-    return re.sub(r"^(\d+)([.)])", r"\1\\\2", line)
+    line = re.sub(r"^([#=]|[+-](?=[\s+-]|$))", r"\\\1", line)
+    return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", line)
 
 
 def slug(text: str) -> str:
@@ -26,11 +26,11 @@ def slug(text: str) -> str:
 
 def link(text: object, target: str) -> str:
     """A link to a file, given relative to the report, or to an anchor in it (#...)."""
-    return f"[{escape(text)}]({quote(target, safe='/#')})"
+    return f"[{escape(text)}]({quote(target, safe='/#=,+')})"
 
 
 def image(alt: str, target: str) -> str:
-    return f"![{escape(alt)}]({quote(target)})"
+    return f"![{escape(alt)}]({quote(target, safe='/=,+')})"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -53,7 +53,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    return f"{number(estimate.low)} to {number(estimate.high)}" if math.isfinite(estimate.low) else "-"
+    return _to(number(estimate.low), number(estimate.high)) if math.isfinite(estimate.low) else "-"
 
 
 def span(values: Iterable[float]) -> str:
@@ -62,7 +62,11 @@ def span(values: Iterable[float]) -> str:
     if not finite:
         return "-"
     low, high = (number(bound, 4) for bound in (min(finite), max(finite)))
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else _to(low, high)
+
+
+def _to(low: str, high: str) -> str:
+    return f"{low}\u00a0to\u00a0{high}"  # stays on one line of a table cell
 
 
 def plural(count: int, what: str) -> str:

@@ -31,11 +31,12 @@ def budget_table(study: Study, arms: Sequence[str] = ()) -> str:
     rows = []
     for arm in arms or summary.arms_of(study):
         runs, counts = numbers[numbers["arm"] == arm], counted[counted["arm"] == arm]
-        ends = [str(int(counts[name].sum())) for name in ("finished", "diverged", "failed", "unfinished", "missing")]
+        ends = {name: int(counts[name].sum()) for name in ("finished", "diverged", "failed", "unfinished", "missing")}
+        told = ", ".join(f"{count} {name}" for name, count in ends.items() if count or name == "finished")
         spent = [span(runs[name]) for name in (*measures.BUDGETS, "cpu_s")]
-        rows.append([escape(arm), len(counts), runs["seed"].nunique(), *ends, *spent])
-    head = ["arm", "settings", "seeds", "finished", "diverged", "failed", "unfinished", "missing"]
-    head += [*(f"{told} a run" for told in measures.BUDGETS.values()), "CPU seconds in all"]
+        rows.append([escape(arm), len(counts), runs["seed"].nunique(), told, *spent])
+    head = ["arm", "settings", "seeds", "runs", *(f"{told} a run" for told in measures.BUDGETS.values())]
+    head.append("CPU seconds a run in all")
     return table(head, rows) + "\n" + equal_compute(numbers)
 
 

@@ -29,6 +29,7 @@ from moe_rl.store.format import (
     Study,
     differing_keys,
     flatten,
+    once_per_study,
     read_json,
     run_folder,
     shared_and_varied,
@@ -39,6 +40,6 @@ from moe_rl.store.writing import RunWriter, check_config, open_run
 
 __all__ = [
     "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "check_config",
-    "differing_keys", "flatten", "is_packed", "open_run", "pack", "read_json", "read_study", "read_table", "run_folder",
-    "run_folders", "shared_and_varied", "state_of",
+    "differing_keys", "flatten", "is_packed", "once_per_study", "open_run", "pack", "read_json", "read_study",
+    "read_table", "run_folder", "run_folders", "shared_and_varied", "state_of",
 ]  # fmt: skip

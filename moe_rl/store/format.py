@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -102,9 +104,9 @@ class StoreError(RuntimeError):
     """A results folder that cannot be used as asked; the message says what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Study:
-    """A study read from disk. Every table carries the columns arm, knobs, seed; lists stay lists.
+    """A study read from disk; it equals itself alone. Tables carry the columns arm, knobs, seed; lists stay lists.
 
     runs: one row a run: arm, knobs, seed, state, reason, folder and all of run.json.
     steps, updates, drift: see LEGEND; runs that have not finished contribute the lines they have.
@@ -132,6 +134,19 @@ class Study:
         kept = self.exact.set_index(list(KEY)).reindex(pd.MultiIndex.from_frame(numbers[list(KEY)]))
         names = [name for name in numbers if name in kept]
         return numbers.assign(**{name: kept[name].to_numpy() for name in names})
+
+
+def once_per_study(function: Callable[[Study], pd.DataFrame]) -> Callable[[Study], pd.DataFrame]:
+    """Remember the table that a function makes of a study, whose data do not change; callers get copies."""
+    known: weakref.WeakKeyDictionary[Study, pd.DataFrame] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def remembered(study: Study) -> pd.DataFrame:
+        if study not in known:
+            known[study] = function(study)
+        return known[study].copy()
+
+    return remembered
 
 
 def to_json(value: Any) -> Any:
