@@ -7,7 +7,7 @@ import pytest
 from claim_studies import write_arm
 from scipy import stats as scipy_stats
 
-from moe_rl import claims, measures
+from moe_rl import claims, figures, measures
 from moe_rl.claims import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, base
 from moe_rl.claims._effects import contrast, level_of, with_holm
 from moe_rl.stats import Estimate
@@ -110,6 +110,8 @@ def test_all_claims_are_found_and_told_completely():
         assert "Not supported" in claim.rule
         assert bool(claim.contested) == claim.id.startswith(("X1a", "X1b", "X1c"))
         assert set("%'±") & set(claim.title) == set(), "a heading's anchor is made from it"
+        assert claim.figures
+        assert set(claim.figures) <= set(figures.names())
 
 
 def test_a_study_that_was_not_run_is_named():

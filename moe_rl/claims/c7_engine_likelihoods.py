@@ -28,7 +28,7 @@ CLAIM = Claim(
     f".05) and a loss of {RELEVANT:g} against recomputing is excluded, at each. Not supported: at one of them the "
     "loss lies below 0 with p < .05, or the gain does not lie above 0 although it would have been seen. Otherwise "
     "not testable. Holm over all.",
-    figures=("reward", "training_health"),
+    figures=("reward", "exceedance"),
 )
 
 

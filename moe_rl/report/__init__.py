@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moe_rl import claims, figures, summary
 from moe_rl.claims import Claim, Finding
+from moe_rl.printing import summary_rows
 from moe_rl.report._html import page
 from moe_rl.report._markdown import bullets, escape, link, plural, slug, table
 from moe_rl.report._parts import (
@@ -70,7 +71,7 @@ def study_markdown(study: Study) -> str:
     judged = [claims.judge(one, {name: study}) for one in claims.names()]
     read = [(claim, found) for claim, found in judged if name in claim.studies]
     drawn = [text for one in figures.names() if (text := figure_text(study, one))]
-    rows = summary.summary_rows(summary.summary_table(study))
+    rows = summary_rows(summary.summary_table(study))
     parts = [
         f"# Study {escape(name)}\n",
         f"{HOW_TO_READ}\n",
