@@ -24,8 +24,10 @@ from moe_rl.policy_losses.gspo_token import GspoToken
 from moe_rl.records import LossOutput
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.binned import Binned
+from moe_rl.routers.expert_dropout import ExpertDropout
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.native import Native
+from moe_rl.routers.noisy import Noisy
 from moe_rl.store import open_run, read_json, read_table
 from moe_rl.tasks.base import Task
 
@@ -248,6 +250,15 @@ def test_router_variants_train_under_every_replay(train, arm, router):
     for name, value in result.end.items():
         if name.endswith(("balance_bias", "prior")):
             assert not torch.equal(value, result.start[name]), name
+
+
+@pytest.mark.parametrize("router", [Noisy(every=2), ExpertDropout(share=0.3, every=2)], ids=repr)
+def test_random_routers_route_alike_in_sampling_old_pass_and_training(train, router):
+    result, name = train(router=router, steps=2), "gumbel" if isinstance(router, Noisy) else "draw"
+    assert all((row["log_w_sd"] == 0) == (row["update"] == 1) for row in result.tables["updates"])
+    assert all(row["mismatch_k3"] < 1e-6 for row in result.tables["steps"][1:])
+    assert not same({k: v for k, v in result.start.items() if k.endswith(name)},
+                    {k: v for k, v in result.end.items() if k.endswith(name)})  # fmt: skip
 
 
 def test_a_warm_up_is_not_shared_between_router_variants(train):

@@ -15,8 +15,11 @@ from moe_rl.records import RoutingError
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.base import Router, changes_routing, install
 from moe_rl.routers.binned import Binned
+from moe_rl.routers.expert_dropout import ExpertDropout
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.native import Native
+from moe_rl.routers.noisy import Noisy
+from moe_rl.routers.sigmoid_bias import SigmoidBias
 from moe_rl.routers.tempered import Tempered
 
 ROUTERS = discovery.variants("moe_rl.routers", Router)
@@ -338,8 +341,82 @@ def test_learned_prior_learns():
     assert prior.abs().max() > 1e-3
 
 
+def attached(router, experts=8, seed=0):
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(4, experts)
+    router.attach(module, experts, 2)
+    return module
+
+
+def test_noisy_by_hand_and_at_scale_0_native():
+    router = Noisy(scale=2.0)
+    module = attached(router, 4)
+    module.gumbel.copy_(torch.tensor([0.0, 1.0, -1.0, 0.0]))
+    p = torch.tensor([[0.5, 0.1, 0.3, 0.1]])  # log p -0.69 -2.30 -1.20 -2.30; with the noise -0.69 -0.30 -3.20 -2.30
+    assert router.select(p, 2, module).tolist() == [[1, 0]]
+    assert router.select(p.log() + 7, 2, module).tolist() == [[1, 0]]  # families that rank logits
+    assert Noisy(scale=0.0).select(p, 2, module).tolist() == [[0, 2]]
+
+
+def test_noisy_samples_the_first_choice_from_the_softmax_over_draws():
+    router = Noisy(scale=1.0, every=1)
+    module = attached(router, 4)
+    p = torch.tensor([[0.6, 0.25, 0.1, 0.05]])
+    counts = torch.zeros(4)
+    for _ in range(2000):
+        counts[router.select(p, 1, module)[0, 0]] += 1
+        router.after_update(module)
+    assert torch.allclose(counts / 2000, p[0], atol=0.04)
+
+
+def test_expert_dropout_by_hand():
+    router = ExpertDropout(share=0.5)
+    module = attached(router, 4)
+    module.draw.copy_(torch.tensor([0.1, 0.9, 0.8, 0.2]))  # 0 and 3 are dropped
+    scores = torch.tensor([[0.4, 0.1, 0.2, 0.3], [0.1, 0.2, 0.3, 0.4]])
+    assert router.select(scores, 2, module).tolist() == [[2, 1], [2, 1]]
+    assert router.select(scores, 3, module).tolist() == [[2, 1, 0], [2, 1, 3]], "the best of the dropped fill up"
+    grouped = torch.tensor([[0.4, float("-inf"), 0.2, 0.3]])
+    assert router.select(grouped, 2, module).tolist() == [[2, 0]], "never out of a token's groups"
+
+
+@pytest.mark.parametrize("kind", [Noisy, ExpertDropout])
+def test_a_draw_lasts_and_is_a_function_of_the_weights_and_the_updates(kind):
+    router, name = kind(every=3), {Noisy: "gumbel", ExpertDropout: "draw"}[kind]
+    one, same, other = attached(router), attached(router), attached(router, seed=1)
+    first = getattr(one, name).clone()
+    torch.rand(5)
+    for update in range(1, 7):
+        for module in (one, same, other):
+            router.after_update(module)
+        kept = torch.equal(getattr(one, name), first)
+        assert kept == (update < 3)
+        assert torch.equal(getattr(one, name), getattr(same, name))
+        assert not torch.equal(getattr(one, name), getattr(other, name)), "layers have draws of their own"
+
+
+def test_sigmoid_bias_gates_by_hand_and_chooses_as_balanced():
+    router, module = SigmoidBias(), torch.nn.Identity()
+    logits, chosen = torch.tensor([[0.0, 5.0, -1.0, 2.0]]), torch.tensor([[3, 0]])
+    # sigmoid(2) = 0.880797, sigmoid(0) = 0.5
+    assert router.gate(logits, chosen, module).tolist()[0] == pytest.approx([0.637890, 0.362110], abs=1e-5)
+    module = attached(router, 4)
+    module.balance_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.5]))
+    assert router.select(torch.tensor([[0.5, 0.4, 0.0, 0.2]]), 2, module).tolist() == [[3, 0]]
+
+
 @pytest.mark.parametrize(
-    ("kind", "value"), [(Binned, {"width": 0.0}), (Tempered, {"temperature": -1.0}), (Balanced, {"speed": -1.0})]
+    ("kind", "value"),
+    [
+        (Binned, {"width": 0.0}),
+        (Tempered, {"temperature": -1.0}),
+        (Balanced, {"speed": -1.0}),
+        (SigmoidBias, {"speed": -2.0}),
+        (Noisy, {"scale": -1.0}),
+        (Noisy, {"every": 0}),
+        (ExpertDropout, {"share": 1.0}),
+        (ExpertDropout, {"every": 0}),
+    ],
 )
 def test_impossible_settings_are_refused_by_name(kind, value):
     (name, number), = value.items()  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_rl.models.families import RouterSite, require_routers
@@ -39,6 +40,43 @@ class Router:
 
     def after_update(self, router: Any) -> None:
         """Called after every gradient update, once a router."""
+
+
+def log_scores(scores_NE: Tensor) -> Tensor:
+    """Log scores, up to a constant a token, fp32: families rank probabilities (0 to 1) or logits.
+
+    Told apart token by token, for a token's choice must not depend on its batch.
+    """
+    scores = scores_NE.detach().float()
+    outside = ((scores < 0) & ~scores.isneginf()) | (scores > 1)  # -inf: outside the token's expert groups
+    return torch.where(outside.any(-1, keepdim=True), scores, scores.clamp(min=0).log())
+
+
+def first_draw(router: Any, num_experts: int) -> Tensor:
+    """Uniform random numbers in (0, 1), one an expert, and a stream of more of them in the router's own state.
+
+    Each router has its own stream, a function of its weights at this moment: no global generator, nothing to resume.
+    """
+    weight = next(router.parameters()).detach()
+    seed = int(weight.float().contiguous().view(torch.int32).sum()) & 0x7FFFFFFF
+    router.register_buffer("draws", torch.tensor([seed, 0], device=weight.device))
+    return _uniform(router, num_experts)
+
+
+def next_draw(router: Any, num_experts: int, every: int) -> Tensor | None:
+    """To be called after an update: fresh numbers after every `every`-th, None after the others.
+
+    Numbers that stay between updates are the only randomness that lets sampling, old pass and training forward route
+    alike at equal weights, without which the first update's ratios would not be 1.
+    """
+    router.draws[1] += 1
+    return _uniform(router, num_experts) if int(router.draws[1]) % every == 0 else None
+
+
+def _uniform(router: Any, num_experts: int) -> Tensor:
+    seed, updates = (int(number) for number in router.draws)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + updates)
+    return torch.rand(num_experts, generator=generator).clamp(1e-6, 1 - 1e-6).to(router.draws.device)
 
 
 def changes_routing(variant: Router) -> bool:

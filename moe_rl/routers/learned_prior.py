@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routers.base import Router
+from moe_rl.routers.base import Router, log_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,7 @@ class LearnedPrior(Router):
         router.prior = nn.Parameter(torch.full((num_experts,), self.start, device=weight.device))
 
     def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
-        # Families rank probabilities (0 to 1) or logits; the logarithm of the first is the second up to a constant.
-        # Told apart token by token, for a token's choice must not depend on its batch.
-        scores = scores_NE.detach().float()
-        outside = ((scores < 0) & ~scores.isneginf()) | (scores > 1)  # -inf: outside the token's expert groups
-        logs_NE = torch.where(outside.any(-1, keepdim=True), scores, scores.clamp(min=0).log())
-        return (logs_NE + router.prior.detach()).topk(top_k, dim=-1).indices
+        return (log_scores(scores_NE) + router.prior.detach()).topk(top_k, dim=-1).indices
 
     def gate(self, logits_NE: Tensor, expert_ids_NK: Tensor, router: Any) -> Tensor:
         return (logits_NE.float().gather(-1, expert_ids_NK) + router.prior[expert_ids_NK]).softmax(-1)
