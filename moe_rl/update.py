@@ -39,22 +39,42 @@ OLD_LOGPROBS = {
 class MiniBatch:
     """The rows of one update, cut into micro-batches, with what the old policy said about them.
 
-    Log probabilities are recomputed in forwards of the very same micro-batches, so that the first update's ratios are
-    exactly 1 and not 1 up to the rounding of another batch shape.
+    Log probabilities are those of forwards of the very same micro-batches, so that the first update's ratios are
+    exactly 1 and not 1 up to the rounding of another batch shape. Until somebody has looked, `recomputed` is empty.
 
-    old_logprobs: what ratios are taken against. recomputed: the old policy's own; the same unless the engine's serve.
+    from_engine: whether ratios are taken against the engine's log probabilities. recomputed: the old policy's own.
     routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
     router_logits: the old policy's [B, S, L, E], where asked for.
     """
 
     parts: list[Rollouts]
     advantages: list[Tensor]
-    old_logprobs: list[Tensor] = dataclasses.field(default_factory=list)
+    from_engine: bool = False
     recomputed: list[Tensor] = dataclasses.field(default_factory=list)
     entropies: list[Tensor] = dataclasses.field(default_factory=list)
     routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def old_logprobs(self) -> list[Tensor]:
+        """What ratios are taken against, of each part."""
+        return [part.rollout_logprobs_BT for part in self.parts] if self.from_engine else self.recomputed
+
+    def note(
+        self,
+        logprobs_BT: Tensor,
+        entropy_BT: Tensor,
+        routing: RoutingTrace | None = None,
+        live_routing: RoutingTrace | None = None,
+        router_logits: Tensor | None = None,
+    ) -> None:
+        """Add what the old policy says about the next part."""
+        self.recomputed.append(logprobs_BT.detach())
+        self.entropies.append(entropy_BT)
+        self.routing.append(routing)
+        self.live_routing.append(live_routing)
+        self.router_logits.append(router_logits)
 
 
 def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
@@ -63,7 +83,6 @@ def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
     return list(torch.randperm(count, generator=generator).chunk(updates))
 
 
-@torch.no_grad()
 def old_pass(
     model: PreTrainedModel,
     rollouts: Rollouts,
@@ -74,34 +93,42 @@ def old_pass(
     old_logprobs: str = "recompute",
     keep_logits: bool = False,
 ) -> list[MiniBatch]:
-    """The old policy's log probabilities, entropies and routing of all rollouts, in mini-batches and micro-batches.
+    """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
     micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS. old_logprobs: one of
-    OLD_LOGPROBS. Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, and
-    its router logits if keep_logits (4 L E bytes a token).
+    OLD_LOGPROBS. keep_logits: see `look`. The first mini-batch needs no pass where its own training forwards, which are
+    still the old policy's, say the same: where they route live and nothing is to be recorded. `take_update` notes it.
     """
     batches = []
     for rows_of_update in rows:
-        parts = list(rows_of_update.split(micro_batch or len(rows_of_update)))
-        batch = MiniBatch([rollouts[part] for part in parts], [advantages_B[part] for part in parts])
-        for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
-            with contextlib.ExitStack() as stack:
-                recorder = None
-                if forced is not None:
-                    stack.enter_context(replay(model, forced))
-                if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
-                    recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
-                logprobs, entropy = response_logprobs(model, part)
-            batch.old_logprobs.append(part.rollout_logprobs_BT if old_logprobs == "engine" else logprobs)
-            batch.recomputed.append(logprobs)
-            batch.entropies.append(entropy)
-            recorded = recorder.trace if recorder is not None else None
-            batch.router_logits.append(recorded.extras["router_logits"] if recorded and keep_logits else None)
-            live = dataclasses.replace(recorded, extras={}) if recorded and forced is None else None
-            batch.live_routing.append(live)
-            batch.routing.append(None if replayed == "none" else forced or live)
-        batches.append(batch)
+        parts = rows_of_update.split(micro_batch or len(rows_of_update))
+        cut = [rollouts[part] for part in parts], [advantages_B[part] for part in parts]
+        batches.append(MiniBatch(*cut, from_engine=old_logprobs == "engine"))
+    tells_itself = replayed in ("none", "old_policy") and rollouts.routing is None and not keep_logits
+    for batch in batches[1:] if tells_itself else batches:
+        look(model, batch, replayed, keep_logits)
     return batches
+
+
+@torch.no_grad()
+def look(model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: bool = False) -> None:
+    """Note in `batch` what the model, which is still the old policy, says about it.
+
+    Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, and its router
+    logits if keep_logits (4 L E bytes a token).
+    """
+    for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
+        with contextlib.ExitStack() as stack:
+            recorder = None
+            if forced is not None:
+                stack.enter_context(replay(model, forced))
+            if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
+                recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
+            said = response_logprobs(model, part)
+        recorded = recorder.trace if recorder is not None else None
+        logits = recorded.extras["router_logits"] if recorded and keep_logits else None
+        live = dataclasses.replace(recorded, extras={}) if recorded and forced is None else None
+        batch.note(*said, None if replayed == "none" else forced or live, live, logits)
 
 
 def forced_routing(model: PreTrainedModel, parts: list[Rollouts], replayed: str) -> list[RoutingTrace | None]:
@@ -139,27 +166,30 @@ def take_update(
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
-    threshold: see `replay`. A loss or gradient that is not finite leaves the weights as they were.
+    threshold: see `replay`. A loss or gradient that is not finite leaves the weights as they were. If nobody has looked
+    at the mini-batch yet, the model is still the old policy: its log probabilities are noted, its routing is live.
     """
+    first = not batch.recomputed
     num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
     num_real = sum(int(part.attention_BS.sum()) for part in batch.parts)
     log_ratios, clipped, kept, total = [], [], [], 0.0
     pressures: collections.Counter[str] = collections.Counter()
     optimizer.zero_grad(set_to_none=True)
-    for part, advantages_B, old_BT, recomputed_BT, routing, old_logits_BSLE in zip(
-        batch.parts, batch.advantages, batch.old_logprobs, batch.recomputed, batch.routing, batch.router_logits,
-        strict=True,
-    ):  # fmt: skip
-        with replay(model, routing, threshold) if replayed != "none" else contextlib.nullcontext() as replaying:
+    for number, (part, advantages_B) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
+        replays = replayed != "none" and not first
+        with replay(model, batch.routing[number], threshold) if replays else contextlib.nullcontext() as replaying:
             with router_outputs(model) if pressure.on else contextlib.nullcontext() as seen:
-                logprobs_BT, _ = response_logprobs(model, part)
+                logprobs_BT, entropy_BT = response_logprobs(model, part)
+            if first:
+                batch.note(logprobs_BT, entropy_BT)
+            old_BT, recomputed_BT = batch.old_logprobs[number], batch.recomputed[number]
             logprobs_BT = correction.apply(logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT)
             output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
             objective = output.loss
             if seen is not None:
                 share = int(part.attention_BS.sum()) / num_real
-                extra, values = pressure(seen, part.attention_BS, old_logits_BSLE)
+                extra, values = pressure(seen, part.attention_BS, batch.router_logits[number])
                 objective = objective + share * extra
                 pressures.update({name: share * value for name, value in values.items()})
             objective.backward()

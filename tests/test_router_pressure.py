@@ -110,9 +110,9 @@ def test_nothing_is_asked_and_nothing_changes_at_0():
     assert not rows[0].keys() & {"balance_loss", "router_kl"}
     assert "balance_loss" in told[0]
     assert distance(weights(model), weights(other)) < 1e-5
-    batches = old_pass(tiny(), rollouts(), advantages(), [torch.arange(8)], 0, "old_policy")
-    assert batches[0].router_logits == [None]
-    assert not batches[0].routing[0].extras
+    batch = old_pass(tiny(), rollouts(), advantages(), split_rows(8, 2, 0), 0, "old_policy")[1]
+    assert batch.router_logits == [None]
+    assert not batch.routing[0].extras
 
 
 def test_pressure_alone_balances_the_load_and_pulls_the_routers_back():

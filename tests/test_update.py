@@ -20,6 +20,7 @@ from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.update import (
     clip_columns,
+    look,
     make_deterministic,
     old_pass,
     ratio_columns,
@@ -58,11 +59,13 @@ def advantages(batch=8):
 
 
 def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
-    """The rows of `updates` updates on one batch of rollouts."""
+    """The rows of `updates` updates on one batch of rollouts, each after a pass of its own of the old policy."""
     loss, replayed = ARMS[arm]
     data = data or rollouts(model, routing=replayed == "rollout")
     rows = split_rows(len(data), updates, 0)
     batches = old_pass(model, data, advantages(len(data)), rows, micro_batch, replayed)
+    if not batches[0].recomputed:
+        look(model, batches[0], replayed)
     optim = Optim(lr=lr)
     optimizer, schedule = optim.build(model, updates)
     return [take_update(model, optimizer, schedule, batch, loss, replayed, optim.max_grad_norm) for batch in batches]
@@ -231,6 +234,75 @@ def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
                 assert torch.equal(routing, data.routing.expert_ids_BSLK[wanted])
 
 
+@pytest.mark.parametrize(("micro_batch", "checkpointing"), [(0, False), (3, False), (3, True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "gspo", "gspo_routing_replay"])
+def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_old_policy_would(
+    arm, dtype, micro_batch, checkpointing
+):
+    start, ends = tiny(dtype=dtype), {}
+    loss, replayed = ARMS[arm]
+    for looks in (True, False):
+        model = copy.deepcopy(start)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        make_deterministic(model)
+        optimizer, schedule = Optim(lr=1e-2).build(model, 2)
+        batches = old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), micro_batch, replayed)
+        assert [len(batch.recomputed) for batch in batches] == [0, len(batches[1].parts)]
+        if looks:
+            look(model, batches[0], replayed)
+        rows = [take_update(model, optimizer, schedule, batch, loss, replayed, 1.0) for batch in batches]
+        ends[looks] = rows, batches[0], weights(model)
+    (rows, batch, end), (other_rows, other_batch, other_end) = ends.values()
+    assert rows == other_rows
+    assert distance(end, other_end) == 0.0
+    for name in ("recomputed", "old_logprobs", "entropies"):
+        pairs = list(zip(getattr(batch, name), getattr(other_batch, name), strict=True))
+        assert len(pairs) == len(batch.parts)
+        assert all(torch.equal(one, other) and not other.requires_grad for one, other in pairs)
+
+
+def test_with_one_update_the_old_policy_is_not_asked_at_all():
+    model, data = tiny(), rollouts()
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    for replayed in ("none", "old_policy"):
+        (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], 3, replayed)
+        assert not forwards
+        assert batch.recomputed == []
+
+
+def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
+    model = tiny()
+    sampled = rollouts(model, routing=True)
+    for data, replayed, logits in (
+        (sampled, "rollout", False),
+        (sampled, "none", False),  # the engine's routing is compared with the old policy's own
+        (sampled, "old_policy", False),
+        (rollouts(), "shuffled", False),  # the old policy uses the wrong experts too
+        (rollouts(), "thresholded", False),
+        (rollouts(), "none", True),  # router_kl wants the old policy's logits
+    ):
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, replayed, keep_logits=logits)
+        assert [len(batch.recomputed) for batch in batches] == [1, 1], replayed
+
+
+def test_with_the_engines_log_probabilities_ratios_are_taken_against_those_from_the_first_mini_batch_on():
+    model = tiny()
+    data = rollouts()
+    data = dataclasses.replace(data, rollout_logprobs_BT=torch.where(data.response_BT, -1.5, 0.0))
+    with torch.no_grad():
+        natural, _ = response_logprobs(model, data)
+    (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none", "engine")
+    optimizer, schedule = Optim().build(model, 1)
+    row = take_update(model, optimizer, schedule, batch, Grpo(), "none", 1.0)
+    log_w = (natural + 1.5)[data.response_BT]
+    assert row["log_w_sd"] == pytest.approx(float(log_w.double().std(correction=0)), rel=1e-6)
+    assert torch.equal(batch.old_logprobs[0], data.rollout_logprobs_BT)
+    assert torch.equal(batch.recomputed[0], natural)
+
+
 def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
     model = tiny()
     data = rollouts(model, routing=True)
@@ -253,6 +325,8 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     loss, replayed = ARMS[arm]
     data = rollouts(model, routing=replayed == "rollout")
     batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), 1, replayed)
+    if not batches[0].recomputed:
+        look(model, batches[0], replayed)
     before = routing_of(model, data.tokens_BS, data.attention_BS)
     optimizer, schedule = Optim(lr=1e-2).build(model, 4)
     drift = []
@@ -318,12 +392,12 @@ def test_replaying_rollouts_without_routing_is_refused():
 
 def test_b14_replay_without_an_old_pass_that_recorded_is_refused():
     model, data = tiny(), rollouts()
-    batch = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none")[0]
+    batch = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")[1]
     optimizer, schedule = Optim().build(model, 1)
     with pytest.raises(RoutingError, match="before switch_to"):
         take_update(model, optimizer, schedule, batch, Grpo(), "old_policy", 1.0)
     with pytest.raises(RoutingError, match="no MoE layers"):
-        old_pass(tiny("dense"), data, advantages(), [torch.arange(8)], 0, "old_policy")
+        old_pass(tiny("dense"), data, advantages(), split_rows(8, 2, 0), 0, "old_policy")
 
 
 @pytest.mark.parametrize("arm", ["grpo", "gspo"])
