@@ -154,6 +154,7 @@ def test_measures_over_a_knob_that_is_a_number(tmp_path):
     slots = panels["slot change by one update"]
     assert means(slots) == [pytest.approx({4: 0.15, 16: 0.35, 48: 0.55})]
     assert slots.get_xscale() == "log"
+    assert slots.get_ylim() == pytest.approx((0, 0.66))  # the highest point is .6
     assert [label.get_text() for label in slots.get_xticklabels()] == ["4", "16", "48"]
     (floor,) = (line for line in slots.lines if line.get_color() == "black")
     assert points(floor) == pytest.approx({4: 0.001, 16: 0.003, 48: 0.005})
@@ -197,6 +198,15 @@ def test_long_settings_are_broken_over_lines():
     assert ", ".join(lines[1:]) == label
     assert max(map(len, lines)) <= 36
     assert base.titled("gspo", "") == "gspo"
+
+
+def test_measures_that_span_a_factor_of_20_stand_on_a_log_axis(tmp_path):
+    for m, clipped in ((1, 0.001), (4, 0.1)):
+        write_run(tmp_path, knobs={"updates": m}, updates=[{"step": 1, "update": 2, "clip_frac": clipped}])
+    panels = {axes.get_title(): axes for axes in draw("against_knob", tmp_path).axes}
+    assert panels["clipped tokens"].get_yscale() == "log"
+    assert panels["clipped tokens"].get_ylim() == pytest.approx((0.0005, 0.2))
+    assert panels["final reward"].get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("name", ["drift_by_update", "ratio_bands"])

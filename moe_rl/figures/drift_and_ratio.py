@@ -23,7 +23,7 @@ def draw(study: Study) -> Figure | None:
     if drift.empty:
         return None
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), 2, width=5.6, sharey="row")
+    figure, axes = base.page(len(knobs), 2, width=5.6)
     for row, setting in enumerate(knobs):
         for number, arm in enumerate(arms):
             rows = _bars.spanned(study, drift, arm, setting, "old")
@@ -35,8 +35,8 @@ def draw(study: Study) -> Figure | None:
         for panel, title in zip(axes[row], ("without and with changed layers", "by changed layers"), strict=True):
             panel.set_title(base.titled(title, label))
             panel.set_xlabel("changed layers of the predicting position (of L)")
+            panel.set_ylabel("mean |log w| (nats)")
             panel.set_ylim(bottom=0)
-        axes[row, 0].set_ylabel("mean |log w| (nats)")
         axes[row, 1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
     text = (
         "Mean over response tokens of the step's rollouts and over measured steps. Bars and lines: mean over finished "
