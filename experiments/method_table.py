@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from moe_rl.advantage import ADVANTAGES
 from moe_rl.cli import settings
 from moe_rl.corrections import CORRECTIONS
+from moe_rl.reference import ESTIMATORS
 from moe_rl.update import OLD_LOGPROBS, REPLAYS
 
 TABLE = Path(__file__).resolve().parents[1] / "moe_rl" / "policy_losses" / "METHODS.md"
@@ -26,9 +27,6 @@ Every arm of `conf/arm/`, `python experiments/train.py arm=<arm>`: its loss, wha
 it. Written by `python experiments/method_table.py`; a loss states its ratio and its reduction, and
 `tests/test_losses.py` holds it to them. Every formula is in the file of its loss.
 
-"""
-FOOT = """
-RSPO (arXiv 2510.23027) is not among them: its weight is a router shift ratio, and losses never see routing here.
 """
 
 
@@ -56,6 +54,7 @@ def row(arm: str) -> list[str]:
         config.arm.replay,
         config.arm.old_logprobs,
         config.arm.correction,
+        f"{config.arm.kl} {config.arm.kl_estimator}" if config.arm.kl else "0",
         source.rstrip("."),
     ]
 
@@ -74,6 +73,7 @@ def table() -> str:
         "replay",
         "old logprobs",
         "correction",
+        "kl",
         "source",
     ]
     lines = [columns, ["---"] * len(columns), *rows]
@@ -84,10 +84,11 @@ def table() -> str:
             ("Advantages:", ADVANTAGES),
             ("Replay:", REPLAYS),
             ("Old logprobs:", OLD_LOGPROBS),
-            ("Correction of the gap between sampler and trainer, c = old policy / sampler:", CORRECTIONS),
+            ("Corrections, c = old policy / sampler:", CORRECTIONS),
+            ("KL to the reference policy, r = reference / new policy:", ESTIMATORS),
         )
     ]
-    return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(legend) + FOOT
+    return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(legend)
 
 
 if __name__ == "__main__":

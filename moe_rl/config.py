@@ -22,6 +22,7 @@ from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.reference import NO_KL, ReferenceKl
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
 from moe_rl.update import OLD_LOGPROBS, REPLAYS
@@ -52,7 +53,8 @@ def settings_of(group: str) -> Iterator[None]:
 class Arm:
     """A compared method: a policy loss, its advantages, what its training forwards replay, and how it treats an engine
     that samples from another distribution than the trainer's (old_logprobs: one of OLD_LOGPROBS; correction and its
-    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded, see moe_rl.replaying."""
+    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded, see moe_rl.replaying. kl, kl_estimator:
+    coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
 
     policy_loss: Any = "???"
     advantage: str = "group_std"
@@ -63,6 +65,8 @@ class Arm:
     correction_cap: float = 2.0
     correction_low: float = 0.5
     correction_high: float = 5.0
+    kl: float = 0.0
+    kl_estimator: str = "k3"
 
 
 @dataclasses.dataclass
@@ -135,13 +139,15 @@ class Experiment:
     replay_threshold: float = 0.0
     old_logprobs: str = "recompute"
     correction: Correction = NO_CORRECTION
+    kl: ReferenceKl = NO_KL
 
     @property
     def label(self) -> str:
         """The arm's name in results: what runs, not what it was called."""
         engine = "_engine_logprobs" if self.old_logprobs == "engine" else ""
         correction = "" if self.correction.kind == "none" else f"_{self.correction.kind}"
-        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay] + engine + correction
+        kl = "_kl" if self.kl.on else ""
+        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay] + engine + correction + kl
 
 
 def config_folder() -> str:
@@ -175,6 +181,7 @@ def build(config: DictConfig) -> Experiment:
     with settings_of("arm"):
         numbers = {name: config.arm[f"correction_{name}"] for name in ("cap", "low", "high")}
         correction = Correction(kind=config.arm.correction, **numbers)
+        kl = ReferenceKl(coefficient=config.arm.kl, estimator=config.arm.kl_estimator)
     experiment = Experiment(
         **values,
         policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
@@ -183,6 +190,7 @@ def build(config: DictConfig) -> Experiment:
         replay_threshold=config.arm.replay_threshold,
         old_logprobs=config.arm.old_logprobs,
         correction=correction,
+        kl=kl,
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
     )
     _check(experiment)
@@ -224,7 +232,7 @@ def _check(e: Experiment) -> None:
         )
     if e.old_logprobs not in OLD_LOGPROBS:
         raise ConfigError(f"arm.old_logprobs is {e.old_logprobs!r}; choose one of {', '.join(OLD_LOGPROBS)}")
-    if e.old_logprobs == "engine" and e.correction.kind != "none":
+    if e.old_logprobs == "engine" and e.correction.kind not in ("none", "rspo"):
         raise ConfigError(
             f"arm.correction={e.correction.kind} weighs the trainer's old policy against the engine, and with "
             "arm.old_logprobs=engine that is the engine itself; set arm.old_logprobs=recompute or arm.correction=none"
@@ -246,6 +254,10 @@ def _check(e: Experiment) -> None:
     if getattr(e.model, "family", "") == "dense":
         if e.replay != "none":
             raise ConfigError(f"arm.replay={e.replay} needs MoE layers; a dense model runs with arm.replay=none")
+        if e.correction.needs_routers:
+            raise ConfigError(
+                f"arm.correction={e.correction.kind} needs MoE layers; a dense model runs with arm.correction=none"
+            )
         if changes_routing(e.router):
             raise ConfigError("a router variant needs MoE layers; a dense model runs with router=native")
         if e.engine.router_noise:

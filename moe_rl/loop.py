@@ -26,11 +26,13 @@ from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.reference import snapshot
 from moe_rl.routers.base import changes_routing, install
 from moe_rl.store import RunWriter
 from moe_rl.tasks.base import overlap
 from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
 
+REFERENCE = "reference."
 EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
 
 
@@ -51,9 +53,11 @@ def run(
     model, tokenizer, warmth = build_policy(e, cache_dir, warm=not writer.resumes)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
+    reference = snapshot(model) if e.kl.on else None
     if writer.resumes:
-        progress, start = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
+        progress, kept = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
         journal.go_on(progress)
+        start, reference = split_kept(kept)
         drift.resume(start)
     else:
         writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
@@ -65,8 +69,10 @@ def run(
         advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        keep_logits = e.optim.router_kl > 0
-        batches = old_pass(model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits)
+        keep_logits = e.optim.router_kl > 0 or e.correction.needs_routers
+        batches = old_pass(
+            model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits, reference
+        )
         journal.lap("old_pass_s")
         drift.begin_step(step, rollouts)
         journal.lap("drift_s")
@@ -82,6 +88,7 @@ def run(
                 e.correction,
                 e.replay_threshold,
                 e.optim.pressure,
+                e.kl,
             )
             after_update(e, model)
             journal.lap("update_s")
@@ -96,11 +103,24 @@ def run(
             row |= evaluate(e, model, tokenizer, step)
         journal.end_step(row, drift.slot_change)
         if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
-            checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress, drift.state())
+            checkpoint.save(
+                writer.checkpoint, model, optimizer, schedule, journal.progress, kept_state(drift, reference)
+            )
     if e.launch.keep_policy:
         model.save_pretrained(writer.folder / "policy")
         tokenizer.save_pretrained(writer.folder / "policy")
     return journal.finished()
+
+
+def kept_state(drift: DriftMeter, reference: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """What a checkpoint keeps beside the policy: the drift meter's start and the reference policy, if there is one."""
+    return drift.state() | {f"{REFERENCE}{name}": tensor for name, tensor in (reference or {}).items()}
+
+
+def split_kept(kept: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
+    """The reverse: (the drift meter's start, the reference policy or None)."""
+    reference = {name.removeprefix(REFERENCE): x for name, x in kept.items() if name.startswith(REFERENCE)}
+    return {name: x for name, x in kept.items() if not name.startswith(REFERENCE)}, reference or None
 
 
 def build_policy(
@@ -116,7 +136,7 @@ def build_policy(
     if not find_routers(model) and needs_routers(e):
         raise ConfigError(
             f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
-            "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0 and engine.router_noise=0"
+            "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0, arm.correction=none and engine.router_noise=0"
         )
     install(model, e.router)
     with settings_of("task"):
@@ -132,7 +152,8 @@ def build_policy(
 
 def needs_routers(e: Experiment) -> bool:
     """Whether some setting makes no sense on a dense model."""
-    return e.replay != "none" or changes_routing(e.router) or e.optim.needs_routers or e.engine.router_noise > 0
+    settings = e.optim.needs_routers or e.correction.needs_routers or e.engine.router_noise > 0
+    return e.replay != "none" or changes_routing(e.router) or settings
 
 
 def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
@@ -145,6 +166,7 @@ def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
         "replay": e.replay,
         "old_logprobs": e.old_logprobs,
         "correction": e.correction.kind,
+        "kl": e.kl.coefficient,
         "num_layers": len(sites),
         "num_experts": max((site.num_experts for site in sites), default=0),
         "top_k": sites[0].top_k if sites else 0,

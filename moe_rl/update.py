@@ -6,17 +6,19 @@ import collections
 import contextlib
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_rl.corrections import NO_CORRECTION, Correction, tails
+from moe_rl.corrections import NO_CORRECTION, Correction, router_shift, tails
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.recording import record
 from moe_rl.records import PolicyBatch, Rollouts, RoutingTrace
+from moe_rl.reference import NO_KL, ReferenceKl, acting_as
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
 from moe_rl.store import QUANTILES
@@ -44,7 +46,8 @@ class MiniBatch:
 
     from_engine: whether ratios are taken against the engine's log probabilities. recomputed: the old policy's own.
     routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
-    router_logits: the old policy's [B, S, L, E], where asked for.
+    router_logits: the old policy's [B, S, L, E], where asked for. reference: the reference policy's log probabilities,
+    empty without one.
     """
 
     parts: list[Rollouts]
@@ -55,6 +58,7 @@ class MiniBatch:
     routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
+    reference: list[Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def old_logprobs(self) -> list[Tensor]:
@@ -92,12 +96,14 @@ def old_pass(
     replayed: str,
     old_logprobs: str = "recompute",
     keep_logits: bool = False,
+    reference: Mapping[str, Tensor] | None = None,
 ) -> list[MiniBatch]:
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
     micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS. old_logprobs: one of
     OLD_LOGPROBS. keep_logits: see `look`. The first mini-batch needs no pass where its own training forwards, which are
     still the old policy's, say the same: where they route live and nothing is to be recorded. `take_update` notes it.
+    reference: weights of the reference policy, whose log probabilities are noted too; it routes live.
     """
     batches = []
     for rows_of_update in rows:
@@ -107,6 +113,10 @@ def old_pass(
     tells_itself = replayed in ("none", "old_policy") and rollouts.routing is None and not keep_logits
     for batch in batches[1:] if tells_itself else batches:
         look(model, batch, replayed, keep_logits)
+    if reference is not None:
+        with torch.no_grad(), acting_as(model, reference):
+            for batch in batches:
+                batch.reference.extend(response_logprobs(model, part)[0] for part in batch.parts)
     return batches
 
 
@@ -163,6 +173,7 @@ def take_update(
     correction: Correction = NO_CORRECTION,
     threshold: float = 0.0,
     pressure: RouterPressure = NO_PRESSURE,
+    kl: ReferenceKl = NO_KL,
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
@@ -174,24 +185,34 @@ def take_update(
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
     num_real = sum(int(part.attention_BS.sum()) for part in batch.parts)
     log_ratios, clipped, kept, total = [], [], [], 0.0
-    pressures: collections.Counter[str] = collections.Counter()
+    extras: dict[str, float] = collections.defaultdict(float)
     optimizer.zero_grad(set_to_none=True)
     for number, (part, advantages_B) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
         replays = replayed != "none" and not first
         with replay(model, batch.routing[number], threshold) if replays else contextlib.nullcontext() as replaying:
-            with router_outputs(model) if pressure.on else contextlib.nullcontext() as seen:
+            watched = pressure.on or correction.needs_routers
+            with router_outputs(model) if watched else contextlib.nullcontext() as seen:
                 logprobs_BT, entropy_BT = response_logprobs(model, part)
             if first:
                 batch.note(logprobs_BT, entropy_BT)
             old_BT, recomputed_BT = batch.old_logprobs[number], batch.recomputed[number]
-            logprobs_BT = correction.apply(logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT)
+            shift_BT = predicting_shift(seen or [], batch, number) if correction.needs_routers else None
+            logprobs_BT = correction.apply(
+                logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT, shift_BT
+            )
             output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
             objective = output.loss
-            if seen is not None:
+            if kl.on:
+                reference_BT = batch.reference[number] if batch.reference else None
+                term = kl(logprobs_BT, old_BT, reference_BT, part.response_BT, num_tokens)
+                objective = objective + kl.coefficient * term
+                extras["reference_kl"] += float(term.detach())
+            if pressure.on:
                 share = int(part.attention_BS.sum()) / num_real
-                extra, values = pressure(seen, part.attention_BS, batch.router_logits[number])
+                extra, values = pressure(seen or [], part.attention_BS, batch.router_logits[number])
                 objective = objective + share * extra
-                pressures.update({name: share * value for name, value in values.items()})
+                for name, value in values.items():
+                    extras[name] += share * value
             objective.backward()
         total += float(output.loss.detach())
         if replaying is not None:
@@ -204,11 +225,21 @@ def take_update(
     if math.isfinite(total) and math.isfinite(grad_norm):
         optimizer.step()
         schedule.step()
-    row = {"loss": total, "grad_norm": grad_norm, "lr": lr, **pressures}
+    row = {"loss": total, "grad_norm": grad_norm, "lr": lr, **extras}
     if kept:
         used, replayed_slots = (sum(int(count) for count in counts) for counts in zip(*kept, strict=True))
         row["replay_kept"] = used / replayed_slots
     return row | clip_columns(clipped, num_sequences, num_tokens) | ratio_columns(log_ratios)
+
+
+def predicting_shift(seen: list[tuple[Tensor, Tensor]], batch: MiniBatch, number: int) -> Tensor:
+    """Router shift ratio [B, T] of a part, at the positions that predict its response tokens; see `router_shift`."""
+    part, old_logits_BSLE = batch.parts[number], batch.router_logits[number]
+    old = batch.routing[number] or batch.live_routing[number]
+    if old_logits_BSLE is None or old is None:
+        raise ValueError("arm.correction=rspo needs the router logits of the old pass; call old_pass with keep_logits")
+    T = part.response_BT.shape[1]
+    return router_shift(old_logits_BSLE, [logits for logits, _ in seen], old.expert_ids_BSLK)[:, -T - 1 : -1]
 
 
 def clip_columns(clipped: list[Tensor], num_sequences: int, num_tokens: int) -> dict[str, float]:

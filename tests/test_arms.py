@@ -106,6 +106,7 @@ def test_another_advantage_than_its_own_shows_in_an_arms_label():
     assert settings.build(composed("gspo", "arm.replay=shuffled")).label == "gspo_shuffled_replay"
     assert settings.build(composed("rloo", "arm.advantage=group_mean")).label == "reinforce"
     assert settings.build(composed("grpo_r3", "arm.old_logprobs=engine")).label == "grpo_r3_engine_logprobs"
+    assert settings.build(composed("gspo_routing_replay", "arm.kl=0.1")).label == "gspo_routing_replay_kl"
     assert settings.build(composed("gspo", "arm.correction=icepop")).label == "gspo_icepop"
 
 

@@ -69,7 +69,10 @@ REFUSED = {
     "optim.balance_loss=-1": "optim.balance_loss is -1.0; set it to 0 or more",
     "model=tiny_dense optim.router_kl=0.1": "optim.router_kl=0",
     "arm.old_logprobs=never": "'never'; choose one of recompute, engine",
-    "arm.correction=half": "arm.correction is 'half'; choose one of none, tis, icepop, sequence_mask",
+    "arm.correction=half": "arm.correction is 'half'; choose one of none, tis, icepop, sequence_mask, rspo",
+    "arm.correction=rspo model=tiny_dense": "arm.correction=rspo needs MoE layers",
+    "arm.kl=-1": "arm.kl is -1.0; set it to 0 or more",
+    "arm.kl=0.1 arm.kl_estimator=k4": "'k4'; choose one of k1, k2, k3",
     "arm=grpo_tis arm.correction_cap=0": "arm.correction_cap is 0.0; set it above 0",
     "arm=grpo_icepop arm.correction_low=9": "correction_low is 9.0 and arm.correction_high 5.0",
     "arm=grpo_tis arm.old_logprobs=engine": "set arm.old_logprobs=recompute or arm.correction=none",
@@ -140,9 +143,7 @@ def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
 def test_help_and_config_are_readable(monkeypatch, capsys):
     code, out, _ = train_here(monkeypatch, capsys, "--help")
     assert code == 0
-    assert (
-        "arm: cispo, dapo, dr_grpo, gmpo, grpo, grpo_engine_logprobs, grpo_icepop, grpo_r3, grpo_routing_replay" in out
-    )
+    assert "arm: cispo, dapo, dr_grpo, gmpo, gmpo_rspo, grpo, grpo_engine_logprobs, grpo_icepop, grpo_kl" in out
     assert "router: balanced, binned" in out
     code, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
     assert "clip_high: 0.27" in out

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.corrections import Correction, tails, weigh_gradient
+from moe_rl.corrections import Correction, router_shift, tails, weigh_gradient
 from moe_rl.policy_losses.cispo import Cispo
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
@@ -78,6 +78,55 @@ def test_for_grpo_that_is_the_weighted_objective_itself():
 def test_values_stay_bit_for_bit():
     values = torch.randn(1000) * 7
     assert torch.equal(weigh_gradient(values, torch.rand(1000) * 9), values)
+
+
+def test_router_shift_by_hand_is_of_the_old_experts_and_its_floor_is_low():
+    """Two layers, one sequence of two tokens, three experts, of which the old policy used one a layer."""
+    old = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
+    new = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
+    old_BSLE = torch.stack([old, old])[None]  # both tokens: layer 0 old[0], layer 1 old[1]
+    new_layers = [torch.stack([new[0] + 5, new[0]]), torch.stack([new[1] - 3, new[1]])]
+    ids_BSLK = torch.tensor([[[[0], [2]], [[2], [0]]]], dtype=torch.uint8)
+    # token 0: |log .25/.5| and 0, mean log(2) / 2; token 1: expert 2 of layer 0 and expert 0 of layer 1 stayed
+    got = router_shift(old_BSLE, new_layers, ids_BSLK)
+    assert got.tolist()[0] == pytest.approx([2**-0.5, 1.0], abs=1e-6)
+    mask = torch.tensor([[True, True, False]])
+    weights = Correction(kind="rspo", low=0.8).weights(mask, mask, mask, torch.tensor([[2**-0.5, 0.9, 0.1]]))
+    assert weights.tolist()[0] == pytest.approx([0.8, 0.9, 1.0])
+    with pytest.raises(ValueError, match="needs the routers' shift"):
+        Correction(kind="rspo").weights(mask, mask, mask)
+
+
+@pytest.mark.parametrize("replayed", ["none", "old_policy"])
+def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed, monkeypatch):
+    from models import tiny
+    from test_update import advantages, rollouts
+
+    from moe_rl import update
+    from moe_rl.optim import Optim
+
+    given = []
+    shift = update.predicting_shift
+    monkeypatch.setattr(update, "predicting_shift", lambda *a: given.append(shift(*a)) or given[-1])
+    rows = {}
+    for correction in (Correction(), Correction(kind="rspo", low=0.0)):
+        model, data = tiny(), rollouts()
+        parts = update.split_rows(8, 2, 0)
+        batches = update.old_pass(model, data, advantages(), parts, 2, replayed, keep_logits=True)
+        optimizer, schedule = Optim(lr=1e-2).build(model, 2)
+        rows[correction.kind] = [
+            update.take_update(model, optimizer, schedule, batch, Grpo(), replayed, 0.0, correction)
+            for batch in batches
+        ]
+    plain, weighed = rows["none"], rows["rspo"]
+    assert weighed[0] == plain[0]
+    assert all(torch.equal(x, torch.ones_like(x)) for x in given[:2]), "two micro-batches an update"
+    assert all((x < 1).all() for x in given[2:])
+    assert (weighed[1]["loss"], weighed[1]["log_w_sd"]) == (plain[1]["loss"], plain[1]["log_w_sd"])
+    assert weighed[1]["grad_norm"] < plain[1]["grad_norm"]
+    bare = update.old_pass(model, data, advantages(), parts, 0, "old_policy")[0]
+    with pytest.raises(ValueError, match="call old_pass with keep_logits"):
+        update.take_update(model, optimizer, schedule, bare, Grpo(), "old_policy", 0.0, correction)
 
 
 def test_no_correction_is_the_very_tensor():

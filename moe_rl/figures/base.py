@@ -84,6 +84,8 @@ FIELD = {  # the other arms of conf/arm
     "grpo_tis": Look("#EE99AA", (0, (7, 2)), "$T$"),
     "grpo_icepop": Look("#994455", (0, (2, 1, 1, 1)), "$I$"),
     "grpo_sequence_mask": Look("#997700", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$M$"),
+    "grpo_kl": Look("#0E7490", (0, (1.2, 1.2)), "$K$"),
+    "gmpo_rspo": Look("#7F7F00", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$S$"),
     "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
 }
 SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")

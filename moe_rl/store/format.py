@@ -64,6 +64,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "f5": "share of tokens with max(w, 1/w) > 5",
         "balance_loss": "load-balancing loss without its coefficient, 1 when even (optim.balance_loss > 0)",
         "router_kl": "KL of router softmaxes, old policy || new, nats, without its coefficient (optim.router_kl > 0)",
+        "reference_kl": "estimate of KL(new || policy after the cold start), nats a token, no coefficient (arm.kl > 0)",
         "replay_kept": "share of replayed experts that were used (replay=thresholded), over the training forwards",
         "ess": "effective sample size of the weights w, as a share of the tokens",
     },
