@@ -33,7 +33,8 @@ ARMS |= {"grpo_r3": (Grpo(), "rollout"), "gspo_routing_replay": (Gspo(), "old_po
 ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
 
 
-SOMETIMES = {"replay_kept", "balance_loss", "router_kl", "reference_kl"}  # columns of settings that have something to say there
+# Columns of settings that have something to say there.
+SOMETIMES = {"replay_kept", "balance_loss", "router_kl", "reference_kl"}
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):
