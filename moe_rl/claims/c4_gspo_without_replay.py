@@ -25,7 +25,7 @@ CLAIM = Claim(
     title="GSPO converges without Routing Replay",
     said="GSPO does not depend on Routing Replay and converges normally without it.",
     source="arXiv 2507.18071, section 5.3",
-    studies=("side_by_side", "stability_frontier"),
+    studies=("drift_per_update", "side_by_side", "stability_frontier"),
     measure="gain: final reward minus the reward before the first update, diverged runs with reward 0; and final "
     "reward against arms with replay, each arm at its best setting, paired by seed.",
     rule="In the first of its studies that was run, GSPO at its best setting. Supported: the gain lies above 0 with "
