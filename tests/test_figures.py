@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from synthetic import make_study
 
 from moe_rl import figures, store, summary
@@ -281,6 +282,15 @@ def test_the_same_figure_gives_the_same_bytes(studies, drawn, tmp_path):
     twos = base.save(figures.draw("clip_fraction", studies["dense"]), tmp_path / "b", "it", reversed(figures.FORMATS))
     for one in ones:
         assert any(one.read_bytes() == two.read_bytes() for two in twos), one.suffix
+
+
+def test_a_figure_is_drawn_once_a_format_and_laid_out_once(studies, tmp_path, monkeypatch):
+    drawings, layouts = [], []
+    monkeypatch.setattr(Figure, "draw", lambda *a, plain=Figure.draw, **k: drawings.append(1) or plain(*a, **k))
+    engine = base.ConstrainedLayoutEngine
+    monkeypatch.setattr(engine, "execute", lambda *a, plain=engine.execute: layouts.append(1) or plain(*a))
+    base.save(figures.draw("clip_fraction", studies["dense"]), tmp_path, "it", ["png", "svg"])
+    assert (len(drawings), len(layouts)) == (2, 1)
 
 
 def test_a_fresh_process_gives_the_same_bytes_and_loads_neither_torch_nor_pyplot(studies, drawn, tmp_path):

@@ -274,11 +274,15 @@ def measured(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 # ------------------------------------------------------------------------------------------------------------- saving
 def freeze(figure: Figure) -> None:
-    """Lay the figure out once and for all: every further pass of the layout engine would move things by a hair."""
-    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+    """Lay the figure out once and for all: every further pass of the layout engine would move things by a hair.
+
+    Without any engine, so that saving draws the figure once and not twice.
+    """
+    engine = figure.get_layout_engine()
+    if engine is not None:
         with matplotlib.rc_context(STYLE):
-            figure.draw_without_rendering()
-        figure.set_layout_engine("none")
+            engine.execute(figure)
+            figure.set_layout_engine(None)
 
 
 def save(figure: Figure, folder: Path, name: str, formats: Iterable[str]) -> list[Path]:
