@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -49,7 +49,18 @@ def run(
 
     report: called with each row of the table `steps`.
     """
-    journal = Journal(e, writer, report)
+    training = train(e, writer, cache_dir)
+    while True:
+        try:
+            row = next(training)
+        except StopIteration as end:
+            return str(end.value)
+        report(row)
+
+
+def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[str, Any], None, str]:
+    """`run`, step by step: yields each row of the table `steps`, that of step 0 first, and returns the final state."""
+    journal = Journal(e, writer)
     model, tokenizer, warmth = build_policy(e, cache_dir, warm=not writer.resumes)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
@@ -61,7 +72,7 @@ def run(
         drift.resume(start)
     else:
         writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
-        journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
+        yield journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
     for step in range(journal.progress["step"] + 1, e.steps + 1):
         journal.begin_step()
         prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
@@ -101,7 +112,7 @@ def run(
         row = {"step": step, **journal.count(rollouts), **describe(rollouts, batches)}
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
             row |= evaluate(e, model, tokenizer, step)
-        journal.end_step(row, drift.slot_change)
+        yield journal.end_step(row, drift.slot_change)
         if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
             checkpoint.save(
                 writer.checkpoint, model, optimizer, schedule, journal.progress, kept_state(drift, reference)
@@ -283,8 +294,8 @@ class Journal:
     progress: the last whole step and what was counted until then; a checkpoint holds it.
     """
 
-    def __init__(self, e: Experiment, writer: RunWriter, report: Callable[[dict[str, Any]], None]):
-        self.steps, self.writer, self.report, self.clock = e.steps, writer, report, Clock()
+    def __init__(self, e: Experiment, writer: RunWriter):
+        self.steps, self.writer, self.clock = e.steps, writer, Clock()
         self.progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
         self.seconds: dict[str, float] = {}
 
@@ -309,14 +320,14 @@ class Journal:
         self.progress["tokens"] += int(rollouts.response_BT.sum())
         return {name: self.progress[name] for name in ("queries", "tokens")}
 
-    def end_step(self, row: dict[str, Any], slot_change: float | None) -> None:
-        """Write a row of `steps`, and show where the run stands. slot_change: mean per update, if measured."""
+    def end_step(self, row: dict[str, Any], slot_change: float | None) -> dict[str, Any]:
+        """Write a row of `steps`, and where the run stands. Returns both. slot_change: mean per update, if measured."""
         row |= self.seconds | self.clock.state()
         self.writer.append("steps", row)
         shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
         self.writer.status("running", step=row["step"], steps=self.steps, **shown)
-        self.report(row | shown)
         self.progress |= {"step": row["step"], "shown": shown} | self.clock.state()
+        return row | shown
 
     def diverged(self, step: int, update: int, row: dict[str, Any]) -> str:
         reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} at step {step}, update {update}"
