@@ -1,8 +1,10 @@
 # ---
 # jupyter:
 #   jupytext:
-#     formats: py:percent
+#     formats: ipynb,py:percent
 #   kernelspec:
+#     display_name: Python 3
+#     language: python
 #     name: python3
 # ---
 
