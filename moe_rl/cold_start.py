@@ -202,11 +202,11 @@ def determinants(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
-    settings: ColdStart,
+    settings: Any,
     seed: int,
     forward_facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything that decides the warmed-up weights, to the last bit."""
+    """Everything that decides the weights after a training with these settings, a dataclass, to the last bit."""
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": {**model.config.to_dict(), "dtype": ""},  # dtypes are in weights; config spells its own in two ways

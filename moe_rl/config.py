@@ -22,6 +22,7 @@ from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
+from moe_rl.preference_model import NO_PREFERENCES, REWARDS, Preferences
 from moe_rl.reference import NO_KL, ReferenceKl
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
@@ -34,6 +35,9 @@ SUFFIXES = {
     "shuffled": "_shuffled_replay",
     "thresholded": "_thresholded_replay",
 }
+
+
+SETTINGS = {"optim": Optim, "drift": DriftSettings, "cold_start": ColdStart, "preference_model": Preferences}
 
 
 class ConfigError(ValueError):
@@ -81,6 +85,9 @@ class Config:
     updates: int = 4
     micro_batch: int = 0
     activation_checkpointing: bool = False
+    dynamic_sampling: int = 0
+    overlong_buffer: int = 0
+    reward: str = "verifier"
     eval_prompts: int = 128
     eval_every: int = 5
     arm: Any = "???"
@@ -91,6 +98,7 @@ class Config:
     optim: Any = "???"
     drift: Any = "???"
     cold_start: Any = "???"
+    preference_model: Any = "???"
     launch: Any = "???"
 
 
@@ -140,6 +148,10 @@ class Experiment:
     old_logprobs: str = "recompute"
     correction: Correction = NO_CORRECTION
     kl: ReferenceKl = NO_KL
+    dynamic_sampling: int = 0
+    overlong_buffer: int = 0
+    reward: str = "verifier"
+    preference_model: Preferences = NO_PREFERENCES
 
     @property
     def label(self) -> str:
@@ -160,7 +172,7 @@ def register() -> None:
     """Make all kinds known to Hydra as typed nodes. Idempotent."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    for group, kind in {"optim": Optim, "drift": DriftSettings, "cold_start": ColdStart}.items():
+    for group, kind in SETTINGS.items():
         store.store(group=group, name="schema", node=discovery.node(kind))
     store.store(group="arm", name="schema", node=Arm)
     store.store(group="launch", name="schema", node=Launch)
@@ -176,7 +188,7 @@ def register() -> None:
 def build(config: DictConfig) -> Experiment:
     """Settings as objects, checked. ConfigError with one line for values that cannot work."""
     values = {str(key): value for key, value in config.items() if key not in ("arm", "launch")}
-    for group in ("model", "router", "task", "engine", "optim", "drift", "cold_start"):
+    for group in ("model", "router", "task", "engine", *SETTINGS):
         values[group] = _instantiate(group, config[group])
     with settings_of("arm"):
         numbers = {name: config.arm[f"correction_{name}"] for name in ("cap", "low", "high")}
@@ -209,7 +221,7 @@ def _check(e: Experiment) -> None:
     for name in ("steps", "prompts", "updates"):
         if getattr(e, name) < 1:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 1 or more")
-    for name in ("seed", "micro_batch", "eval_prompts", "eval_every"):
+    for name in ("seed", "micro_batch", "dynamic_sampling", "overlong_buffer", "eval_prompts", "eval_every"):
         if getattr(e, name) < 0:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
     if e.completions < 2:
@@ -220,6 +232,13 @@ def _check(e: Experiment) -> None:
             f"{e.prompts} prompts x {e.completions} completions = {sequences} sequences do not divide into "
             f"{e.updates} updates; change prompts, completions or updates"
         )
+    if e.overlong_buffer > e.engine.max_new_tokens:
+        raise ConfigError(
+            f"overlong_buffer is {e.overlong_buffer} and responses have at most {e.engine.max_new_tokens} tokens; "
+            "lower overlong_buffer or raise engine.max_new_tokens"
+        )
+    if e.reward not in REWARDS:
+        raise ConfigError(f"reward is {e.reward!r}; choose one of {', '.join(REWARDS)}")
     if e.advantage not in ADVANTAGES:
         raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
     if e.replay not in REPLAYS:

@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import math
 import sys
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -15,23 +14,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moe_rl import checkpoint
+from moe_rl import checkpoint, preference_model
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.config import ConfigError, Experiment, settings_of
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
 from moe_rl.drift_meter import DriftMeter
+from moe_rl.journal import Journal
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
+from moe_rl.preference_model import PreferenceModel
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.reference import snapshot
 from moe_rl.routers.base import changes_routing, install
+from moe_rl.shaping import equal_groups, overlong_penalty, replace_equal_groups
 from moe_rl.store import RunWriter
 from moe_rl.tasks.base import overlap
 from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
 
+FIRST_EXTRA_ITEM = 5 * 10**8  # prompts of dynamic sampling's further rounds: no step's own, nor the cold start's
 REFERENCE = "reference."
 EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
 
@@ -60,10 +63,11 @@ def run(
 
 def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[str, Any], None, str]:
     """`run`, step by step: yields each row of the table `steps`, that of step 0 first, and returns the final state."""
-    journal = Journal(e, writer)
+    journal = Journal(e.steps, writer)
     model, tokenizer, warmth = build_policy(e, cache_dir, warm=not writer.resumes)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
+    judge, judged = build_judge(e, cache_dir)
     reference = snapshot(model) if e.kl.on else None
     if writer.resumes:
         progress, kept = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
@@ -71,13 +75,12 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
         start, reference = split_kept(kept)
         drift.resume(start)
     else:
-        writer.describe(**facts(e, model), cold_start=warmth, noise_floor=noise(drift))
+        writer.describe(**facts(e, model), cold_start=warmth, **judged, noise_floor=noise(drift))
         yield journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
     for step in range(journal.progress["step"] + 1, e.steps + 1):
         journal.begin_step()
-        prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
-        rollouts = sample(e, model, tokenizer, prompts, step)
-        advantages_B = group_advantages(rollouts.rewards_B, rollouts.group_ids_B, e.advantage)
+        rollouts, sampled = sample_step(e, model, tokenizer, judge, step)
+        advantages_B = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         keep_logits = e.optim.router_kl > 0 or e.correction.needs_routers
@@ -109,7 +112,7 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
             writer.append("drift", *drift.after_update(step, number))
             journal.lap("drift_s")
         drift.write_traces(writer.folder, step)
-        row = {"step": step, **journal.count(rollouts), **describe(rollouts, batches)}
+        row = {"step": step, **journal.count(sampled), **describe(e, rollouts, sampled, batches)}
         if step == e.steps or (e.eval_every and step % e.eval_every == 0):
             row |= evaluate(e, model, tokenizer, step)
         yield journal.end_step(row, drift.slot_change)
@@ -177,6 +180,7 @@ def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
         "replay": e.replay,
         "old_logprobs": e.old_logprobs,
         "correction": e.correction.kind,
+        "reward_from": e.reward,
         "kl": e.kl.coefficient,
         "num_layers": len(sites),
         "num_experts": max((site.num_experts for site in sites), default=0),
@@ -231,11 +235,65 @@ def noise(drift: DriftMeter) -> dict[str, float]:
     return {row["check"]: sum(row["slot_change"]) / len(row["slot_change"]) for row in rows}
 
 
+def build_judge(e: Experiment, cache_dir: str) -> tuple[PreferenceModel | None, dict[str, Any]]:
+    """The learned reward, if that is what is trained on, and what run.json says of it."""
+    if e.reward != "preference_model":
+        return None, {}
+    model, tokenizer = e.model.build(e.seed)
+    with settings_of("preference_model"):
+        judge, told = preference_model.build(model, tokenizer, e.task, e.preference_model, e.seed, cache_dir)
+    return judge.to(e.launch.device), {"preference_model": told}
+
+
+def sample_step(
+    e: Experiment,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judge: PreferenceModel | None,
+    step: int,
+) -> tuple[Rollouts, list[Rollouts]]:
+    """(what is trained on, everything that was sampled for it, the step's own prompts first).
+
+    With dynamic_sampling, further rounds of prompts replace groups whose training rewards are all equal; the groups
+    that are left then stay as they are.
+    """
+    prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
+    rollouts = shape(e, judge, sample(e, model, tokenizer, prompts, step))
+    sampled = [rollouts]
+    for number in range(e.dynamic_sampling):
+        missing = int(equal_groups(rollouts.training_rewards_B, e.completions).sum())
+        if not missing:
+            break
+        start = FIRST_EXTRA_ITEM + ((step - 1) * e.dynamic_sampling + number) * e.prompts
+        prompts = e.task.examples("train", missing, e.seed, start=start)
+        sampled.append(shape(e, judge, sample(e, model, tokenizer, prompts, step, number + 1)))
+        rollouts = replace_equal_groups(rollouts, sampled[-1], e.completions, tokenizer.pad_token_id)
+    return rollouts, sampled
+
+
+def shape(e: Experiment, judge: PreferenceModel | None, rollouts: Rollouts) -> Rollouts:
+    """The rollouts with the rewards that are trained on, where these are not the task's own."""
+    if judge is None and not e.overlong_buffer:
+        return rollouts
+    rewards_B = rollouts.rewards_B if judge is None else judge.reward(rollouts)
+    if e.overlong_buffer:
+        rewards_B = rewards_B + overlong_penalty(rollouts.response_BT, e.engine.max_new_tokens, e.overlong_buffer)
+    return dataclasses.replace(rollouts, shaped_rewards_B=rewards_B)
+
+
 def sample(
-    e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], step: int
+    e: Experiment,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Any],
+    step: int,
+    number: int = 0,
 ) -> Rollouts:
-    """This step's rollouts, with the sampler's routing where the arm replays it or it differs from the trainer's."""
-    seed = derive_seed(e.seed, "rollout", step)
+    """Rollouts, with the sampler's routing where the arm replays it or it differs from the trainer's.
+
+    number: of the round of prompts within the step.
+    """
+    seed = derive_seed(e.seed, f"rollout {number}" if number else "rollout", step)
     wanted = e.replay == "rollout" or (not e.engine.exact and bool(find_routers(model)))
     return e.engine.sample(model, tokenizer, e.task, prompts, e.completions, seed, wanted)
 
@@ -258,16 +316,25 @@ def after_update(e: Experiment, model: nn.Module) -> None:
             e.router.after_update(site.module)
 
 
-def describe(rollouts: Rollouts, batches: list[MiniBatch]) -> dict[str, float]:
-    """What the table `steps` says about the rollouts."""
+def describe(e: Experiment, rollouts: Rollouts, sampled: list[Rollouts], batches: list[MiniBatch]) -> dict[str, float]:
+    """What the table `steps` says about the rollouts: about rewards and lengths, those of the step's own prompts, for
+    what is trained on may be chosen by its reward."""
     entropy = sum(float(entropies.sum()) for batch in batches for entropies in batch.entropies)
+    own = sampled[0]
+    columns = {}
+    if e.reward == "preference_model":
+        columns["model_reward"] = float(own.training_rewards_B.mean())
+    if e.dynamic_sampling:
+        stale = equal_groups(own.training_rewards_B, e.completions).float().mean()
+        columns["replaced_groups"] = float(stale) - equal_group_share(rollouts.training_rewards_B, rollouts.group_ids_B)
     return {
-        "reward": float(rollouts.rewards_B.mean()),
-        "reward_sd": float(rollouts.rewards_B.std()),
-        "exact": float(rollouts.exact_B.float().mean()),
-        "equal_groups": equal_group_share(rollouts.rewards_B, rollouts.group_ids_B),
-        "response_length": float(rollouts.response_BT.sum(1).float().mean()),
-        "truncated": float(rollouts.truncated_B.float().mean()),
+        **columns,
+        "reward": float(own.rewards_B.mean()),
+        "reward_sd": float(own.rewards_B.std()),
+        "exact": float(own.exact_B.float().mean()),
+        "equal_groups": equal_group_share(rollouts.training_rewards_B, rollouts.group_ids_B),
+        "response_length": float(own.response_BT.sum(1).float().mean()),
+        "truncated": float(own.truncated_B.float().mean()),
         "entropy": entropy / int(rollouts.response_BT.sum()),
         **mismatch(batches),
     }
@@ -285,77 +352,3 @@ def mismatch(batches: list[MiniBatch]) -> dict[str, float]:
         sampled, own = (RoutingTrace.cat(traces) for traces in zip(*both, strict=True))
         columns["routing_mismatch"] = compare(sampled, own).slot_change
     return columns
-
-
-# ------------------------------------------------------------------------------------------------------------ accounts
-class Journal:
-    """What a run says of itself: the rows of `steps`, its status, and how long its parts took.
-
-    progress: the last whole step and what was counted until then; a checkpoint holds it.
-    """
-
-    def __init__(self, e: Experiment, writer: RunWriter):
-        self.steps, self.writer, self.clock = e.steps, writer, Clock()
-        self.progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
-        self.seconds: dict[str, float] = {}
-
-    def go_on(self, progress: dict[str, Any]) -> None:
-        """Continue what an earlier process wrote, from its last whole step."""
-        self.progress = progress
-        self.clock.go_on(progress)
-        self.writer.rewind(progress["step"])
-        self.writer.describe_resumption(after_step=progress["step"], **provenance())
-
-    def begin_step(self) -> None:
-        self.clock.lap()
-        self.seconds = {"rollout_s": 0.0, "old_pass_s": 0.0, "drift_s": 0.0, "update_s": 0.0}
-
-    def lap(self, part: str) -> None:
-        """Book the CPU seconds since the last lap to a column of `steps`."""
-        self.seconds[part] += self.clock.lap()
-
-    def count(self, rollouts: Rollouts) -> dict[str, int]:
-        """Completions and response tokens so far."""
-        self.progress["queries"] += len(rollouts)
-        self.progress["tokens"] += int(rollouts.response_BT.sum())
-        return {name: self.progress[name] for name in ("queries", "tokens")}
-
-    def end_step(self, row: dict[str, Any], slot_change: float | None) -> dict[str, Any]:
-        """Write a row of `steps`, and where the run stands. Returns both. slot_change: mean per update, if measured."""
-        row |= self.seconds | self.clock.state()
-        self.writer.append("steps", row)
-        shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
-        self.writer.status("running", step=row["step"], steps=self.steps, **shown)
-        self.progress |= {"step": row["step"], "shown": shown} | self.clock.state()
-        return row | shown
-
-    def diverged(self, step: int, update: int, row: dict[str, Any]) -> str:
-        reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} at step {step}, update {update}"
-        self.writer.status("diverged", step=step, steps=self.steps, reason=reason)
-        return "diverged"
-
-    def finished(self) -> str:
-        self.writer.status("finished", step=self.steps, steps=self.steps, **self.progress["shown"])
-        self.writer.checkpoint.unlink(missing_ok=True)
-        return "finished"
-
-
-class Clock:
-    """CPU and wall seconds that a run has taken, in all its processes, and CPU seconds since the last lap."""
-
-    def __init__(self) -> None:
-        self.began_cpu, self.began = time.process_time(), time.perf_counter()
-        self.last = self.began_cpu
-
-    def go_on(self, state: dict[str, float]) -> None:
-        """Count from what an earlier process left off at."""
-        self.began_cpu -= state["cpu_s"]
-        self.began -= state["wall_s"]
-
-    def state(self) -> dict[str, float]:
-        return {"cpu_s": time.process_time() - self.began_cpu, "wall_s": time.perf_counter() - self.began}
-
-    def lap(self) -> float:
-        now = time.process_time()
-        lap, self.last = now - self.last, now
-        return lap

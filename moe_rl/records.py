@@ -214,7 +214,8 @@ class Rollouts:
     response_BT: True on response tokens. The last T of the S columns are the response.
     group_ids_B: index of the prompt. rollout_logprobs_BT: log mu of each response token, nats; 0 elsewhere.
     rewards_B, exact_B: reward in [0, 1]; whether the completion is exactly right. truncated_B: hit the length limit.
-    routing: from the sampling passes, if the engine recorded it.
+    routing: from the sampling passes, if the engine recorded it. shaped_rewards_B: what training rewards instead of
+    rewards_B, where it is something else.
     """
 
     tokens_BS: Tensor
@@ -226,6 +227,12 @@ class Rollouts:
     exact_B: Tensor
     truncated_B: Tensor
     routing: RoutingTrace | None = None
+    shaped_rewards_B: Tensor | None = None
+
+    @property
+    def training_rewards_B(self) -> Tensor:  # noqa: N802 (the shape's suffix)
+        """What advantages are made of."""
+        return self.rewards_B if self.shaped_rewards_B is None else self.shaped_rewards_B
 
     def __len__(self) -> int:
         return len(self.tokens_BS)

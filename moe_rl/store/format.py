@@ -24,12 +24,14 @@ KEY = ("arm", "knobs", "seed")  # what names a run within its study
 LEGEND: dict[str, dict[str, str]] = {
     "steps": {
         "step": "rollout batch, from 1 (0 is the policy after the cold start)",
-        "reward": "mean reward of the step's sampled completions",
+        "reward": "mean true reward of the completions to the step's first prompts",
+        "model_reward": "mean reward by the preference model, which is what was trained on (reward=preference_model)",
         "reward_sd": "standard deviation of that reward over completions",
         "exact": "share of completions that are exactly right",
         "eval_reward": "mean reward on the evaluation prompts, one sampled completion each",
         "eval_exact": "share exactly right on the evaluation prompts",
-        "equal_groups": "share of groups whose rewards are all equal (no gradient)",
+        "equal_groups": "share of the trained groups whose rewards are all equal (no gradient)",
+        "replaced_groups": "share of groups that were replaced, their rewards being equal (dynamic_sampling > 0)",
         "response_length": "mean response length, tokens",
         "truncated": "share of completions cut off by the length limit",
         "entropy": "mean entropy of the next-token distribution, nats",

@@ -1,0 +1,83 @@
+"""What a run writes down about itself while it goes on, and how long its parts take."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from moe_rl.provenance import provenance
+from moe_rl.records import Rollouts
+from moe_rl.store import RunWriter
+
+
+class Journal:
+    """What a run says of itself: the rows of `steps`, its status, and how long its parts took.
+
+    progress: the last whole step and what was counted until then; a checkpoint holds it.
+    """
+
+    def __init__(self, steps: int, writer: RunWriter):
+        self.steps, self.writer, self.clock = steps, writer, Clock()
+        self.progress: dict[str, Any] = {"step": 0, "queries": 0, "tokens": 0, "shown": {}}
+        self.seconds: dict[str, float] = {}
+
+    def go_on(self, progress: dict[str, Any]) -> None:
+        """Continue what an earlier process wrote, from its last whole step."""
+        self.progress = progress
+        self.clock.go_on(progress)
+        self.writer.rewind(progress["step"])
+        self.writer.describe_resumption(after_step=progress["step"], **provenance())
+
+    def begin_step(self) -> None:
+        self.clock.lap()
+        self.seconds = {"rollout_s": 0.0, "old_pass_s": 0.0, "drift_s": 0.0, "update_s": 0.0}
+
+    def lap(self, part: str) -> None:
+        """Book the CPU seconds since the last lap to a column of `steps`."""
+        self.seconds[part] += self.clock.lap()
+
+    def count(self, sampled: list[Rollouts]) -> dict[str, int]:
+        """Completions and response tokens so far, with those that were sampled and not trained on."""
+        self.progress["queries"] += sum(len(rollouts) for rollouts in sampled)
+        self.progress["tokens"] += sum(int(rollouts.response_BT.sum()) for rollouts in sampled)
+        return {name: self.progress[name] for name in ("queries", "tokens")}
+
+    def end_step(self, row: dict[str, Any], slot_change: float | None) -> dict[str, Any]:
+        """Write a row of `steps`, and where the run stands. Returns both. slot_change: mean per update, if measured."""
+        row |= self.seconds | self.clock.state()
+        self.writer.append("steps", row)
+        shown = {"reward": row.get("reward", row.get("eval_reward")), "slot_change": slot_change}
+        self.writer.status("running", step=row["step"], steps=self.steps, **shown)
+        self.progress |= {"step": row["step"], "shown": shown} | self.clock.state()
+        return row | shown
+
+    def diverged(self, step: int, update: int, row: dict[str, Any]) -> str:
+        reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} at step {step}, update {update}"
+        self.writer.status("diverged", step=step, steps=self.steps, reason=reason)
+        return "diverged"
+
+    def finished(self) -> str:
+        self.writer.status("finished", step=self.steps, steps=self.steps, **self.progress["shown"])
+        self.writer.checkpoint.unlink(missing_ok=True)
+        return "finished"
+
+
+class Clock:
+    """CPU and wall seconds that a run has taken, in all its processes, and CPU seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self.began_cpu, self.began = time.process_time(), time.perf_counter()
+        self.last = self.began_cpu
+
+    def go_on(self, state: dict[str, float]) -> None:
+        """Count from what an earlier process left off at."""
+        self.began_cpu -= state["cpu_s"]
+        self.began -= state["wall_s"]
+
+    def state(self) -> dict[str, float]:
+        return {"cpu_s": time.process_time() - self.began_cpu, "wall_s": time.perf_counter() - self.began}
+
+    def lap(self) -> float:
+        now = time.process_time()
+        lap, self.last = now - self.last, now
+        return lap
