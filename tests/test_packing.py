@@ -26,7 +26,7 @@ def study(tmp_path_factory):
     return read_study(make_study(tmp_path_factory.mktemp("results"), "s", knobs=KNOBS, steps=12, layers=3, **TROUBLED))
 
 
-@pytest.fixture(scope="module", params=[1_000_000, 110_000], ids=["whole", "thinned"])
+@pytest.fixture(scope="module", params=[1_000_000, 150_000], ids=["whole", "thinned"])
 def packed(study, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("packed") / "s"
     pack(study, folder, run_numbers(study), request.param)
@@ -40,16 +40,22 @@ def test_the_summary_is_unchanged(study, packed):
     assert summary.incidents(packed) == summary.incidents(study)
 
 
-def test_thinning_keeps_the_first_and_the_last_measured_step_of_each_run(study, tmp_path):
-    pack(study, tmp_path / "s", run_numbers(study), 110_000)
+def test_thinning_keeps_first_and_last_steps_and_more_of_those_with_soft_drift(study, tmp_path):
+    pack(study, tmp_path / "s", run_numbers(study), 150_000)
     packed = read_study(tmp_path / "s")
     assert packed.thinned.startswith("drift: one of ")
-    assert sum(path.stat().st_size for path in (tmp_path / "s").iterdir()) < 110_000
+    assert sum(path.stat().st_size for path in (tmp_path / "s").iterdir()) < 150_000
     nth = int(packed.thinned.split()[3])
+    nth_richer = int(packed.thinned.split()[-1])
+    assert nth_richer < nth
     for key, rows in study.drift.groupby(["arm", "knobs", "seed"]):
         steps = sorted(int(step) for step in rows["step"].unique())
         kept = packed.drift[(packed.drift[["arm", "knobs", "seed"]] == list(key)).all(axis=1)]
-        assert sorted(int(step) for step in kept["step"].unique()) == sorted({*steps[::nth], steps[-1]})
+        richer = steps[::2]  # soft drift and flips are measured at every second step
+        plain = [step for step in steps if step not in richer]
+        thinned = {*plain[::nth], plain[-1], *richer[::nth_richer], richer[-1]}
+        assert sorted(int(step) for step in kept["step"].unique()) == sorted(thinned)
+        assert kept["flip_rms"].notna().any()
         assert set(kept["update"]) == set(rows["update"])
 
 
@@ -76,7 +82,7 @@ def test_tables_come_back_as_they_were(study, tmp_path):
 
 @pytest.mark.parametrize("name", ["drift_by_layer", "changed_layers", "ratio_bands"])
 def test_figures_are_drawn_from_a_thinned_study(study, tmp_path, name):
-    pack(study, tmp_path / "s", run_numbers(study), 110_000)
+    pack(study, tmp_path / "s", run_numbers(study), 150_000)
     assert figures.draw(name, read_study(tmp_path / "s")) is not None
 
 

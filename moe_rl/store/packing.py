@@ -5,7 +5,8 @@
     <study>/measures.parquet   numbers of each run that were taken before anything was left out: means stay exact
 
 To stay small, lists keep 10 significant bits, and where that is not enough, updates and drift keep every n-th measured
-step of a run and its last. The metadata of a file say what was done to it.
+step of a run and its last; steps at which more was measured on demand are thinned less. The metadata of a file say what
+was done to it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from moe_rl.store.format import (
     unflatten,
 )
 
-THINNING = ((1, 1), (1, 2), (1, 5), (2, 5), (2, 10), (5, 10), (5, 20), (10, 20), (10, 50))  # of updates, of drift
+THINNING = (  # every n-th measured step is kept: of updates, of drift, of drift with what is measured on demand
+    *((1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 5, 2), (2, 5, 2), (2, 10, 2), (5, 10, 2), (5, 20, 5)),
+    *((10, 20, 5), (10, 50, 10)),
+)
+ON_DEMAND = ("max_violation", "flip_rms")  # measured at few steps only: drift.soft_every, drift.flips_every
 LIST_BITS = 10
 EXACT = ("step", "update", "n", "queries", "tokens", "reference")  # counts and names
 LOCAL = ("folder", "pid")  # columns of runs that mean nothing elsewhere
@@ -60,10 +65,12 @@ def pack(study: Study, folder: str | Path, measures: pd.DataFrame, limit_bytes: 
     runs = study.runs.drop(columns=[name for name in LOCAL if name in study.runs])
     files = {"runs.parquet": _parquet(runs, ""), "steps.parquet": _parquet(_narrow(study.steps), "")}
     files |= {"measures.parquet": _parquet(measures, ""), "configs.json": _configs(study).encode()}
-    for nth_update, nth_drift in THINNING:
+    richer = _richer(study.drift)
+    for nth_update, nth_drift, nth_richer in THINNING:
+        drift = [_thin(study.drift[~richer], nth_drift), _thin(study.drift[richer], nth_richer)]
         files |= {
             "updates.parquet": _parquet(_narrow(_thin(study.updates, nth_update)), _told(nth_update)),
-            "drift.parquet": _parquet(_narrow(_thin(study.drift, nth_drift)), _told(nth_drift)),
+            "drift.parquet": _parquet(_narrow(pd.concat(drift).sort_index()), _told(nth_drift, nth_richer)),
         }
         if sum(map(len, files.values())) <= limit_bytes:
             break
@@ -75,8 +82,11 @@ def pack(study: Study, folder: str | Path, measures: pd.DataFrame, limit_bytes: 
     return [folder / name for name in files]
 
 
-def _told(nth: int) -> str:
-    return "" if nth == 1 else f"one of {nth} measured steps and the last of each run are kept"
+def _told(nth: int, nth_richer: int = 1) -> str:
+    if nth == nth_richer == 1:
+        return ""
+    told = f"one of {nth} measured steps and the last of each run are kept"
+    return told if nth_richer == 1 else f"{told}, of those with soft drift or flips one of {nth_richer}"
 
 
 def _thin(table: pd.DataFrame, nth: int) -> pd.DataFrame:
@@ -87,6 +97,12 @@ def _thin(table: pd.DataFrame, nth: int) -> pd.DataFrame:
     runs = step.groupby([table[name] for name in KEY])
     place = runs.rank(method="dense") - 1
     return table[(place % nth == 0) | (step == runs.transform("max"))]
+
+
+def _richer(drift: pd.DataFrame) -> pd.Series[bool]:
+    """Whether a row is of a step at which something was measured on demand."""
+    measured = drift[list(ON_DEMAND)].notna().any(axis=1)
+    return measured.groupby([drift[name] for name in (*KEY, "step")]).transform("any").astype(bool)
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:
