@@ -1,6 +1,8 @@
 """Measure costs on this machine.
 
 python experiments/bench.py instrument      # recording and replaying against the plain model: CPU time and memory
+python experiments/bench.py cycle           # a cycle of moe_rl's loop against TRL's GRPOTrainer; needs the extra trl
+python experiments/bench.py cycle --against experiments/results/bench_cycle.json    # has anything become slower?
 """
 
 import argparse
@@ -12,10 +14,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from moe_rl import benchmarks
+from moe_rl import benchmark_cycle, benchmarks
 
 # command -> (its settings, each a --option; its function from settings to rows)
-COMMANDS = {"instrument": (benchmarks.Instrument, benchmarks.instrument)}
+COMMANDS = {
+    "instrument": (benchmarks.Instrument, benchmarks.instrument),
+    "cycle": (benchmark_cycle.Cycle, benchmark_cycle.cycle),
+}
 
 
 def main() -> int:
@@ -26,12 +31,19 @@ def main() -> int:
         for field in dataclasses.fields(settings):
             command.add_argument(f"--{field.name}", type=type(field.default), default=field.default, metavar="N")
         command.add_argument("--json", type=Path, help="also write the rows here")
+        command.add_argument(
+            "--against",
+            type=Path,
+            help=f"what --json wrote: exit code 1 if a ratio is now over {1 + benchmarks.TOLERANCE} times its",
+        )
     chosen = vars(parser.parse_args())
     settings, run = COMMANDS[chosen.pop("command")]
-    path = chosen.pop("json")
+    path, against = chosen.pop("json"), chosen.pop("against")
     try:
+        baseline = json.loads(against.read_text()) if against else {"settings": chosen, "rows": []}
+        benchmarks.check_baseline(chosen, baseline)
         rows = run(settings(**chosen))
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
     for row in rows:
@@ -42,7 +54,10 @@ def main() -> int:
         )
     if path is not None:
         path.write_text(json.dumps({"settings": chosen, "rows": rows}, indent=1) + "\n")
-    return 0
+    worse = benchmarks.regressions(rows, baseline)
+    for line in worse:
+        print(f"slower or larger than in {against}: {line}", file=sys.stderr)
+    return 1 if worse else 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from moe_rl.records import RoutingTrace
 from moe_rl.replaying import replay
 
 MODES = ("plain", "record", "replay", "output_router_logits")
+TOLERANCE = 0.1  # of a ratio: medians over turns move by some percent from run to run on a busy machine
+TURNS = ("repeats", "cycles")  # settings that change nothing but the noise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def instrument(settings: Instrument) -> list[dict[str, Any]]:
         expert_size=settings.expert_size,
         max_positions=settings.prompt + settings.decode_steps + settings.tokens,
     ).build(seed=0)
-    with _one_thread(), torch.inference_mode():
+    with one_thread(), torch.inference_mode():
         full, trace = _full_forward(model, settings)
         decode = _decode(model, settings)
         rows = [
@@ -80,7 +82,7 @@ def instrument(settings: Instrument) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -101,14 +103,45 @@ def _compare(what: str, passes: dict[str, Callable[[], float]], repeats: int, un
     rows: list[dict[str, Any]] = []
     for mode, mine in seconds.items():
         row = {"what": what, "mode": mode, "cpu_s": min(mine), "ratio": min(mine) / min(seconds["plain"])}
-        paired = sorted(one / base for one, base in zip(mine, seconds["plain"], strict=True))
-        low = int(binom.ppf(0.025, repeats, 0.5))  # order statistics that bracket the median, whatever the noise
-        rows.append(
-            row
-            | {"paired_ratio": statistics.median(paired), "paired_low": paired[max(low - 1, 0)]}
-            | {"paired_high": paired[min(repeats - low, repeats - 1)]}
-        )
+        rows.append(row | paired(mine, seconds["plain"]))
     return rows
+
+
+def paired(mine: list[float], base: list[float]) -> dict[str, float]:
+    """The median over turns of mine / base and its 95 % interval, which no noise that hits both alike can move.
+
+    With fewer than 6 turns the interval is their whole range, and covers less.
+    """
+    ratios = sorted(one / other for one, other in zip(mine, base, strict=True))
+    low = int(binom.ppf(0.025, len(ratios), 0.5))  # order statistics that bracket the median, whatever the noise
+    return {
+        "paired_ratio": statistics.median(ratios),
+        "paired_low": ratios[max(low - 1, 0)],
+        "paired_high": ratios[min(len(ratios) - low, len(ratios) - 1)],
+    }
+
+
+def check_baseline(settings: dict[str, Any], baseline: dict[str, Any]) -> None:
+    """ValueError for a baseline ({settings, rows} of an earlier run) of other settings."""
+    for name in sorted(settings.keys() | baseline["settings"].keys()):
+        here, there = settings.get(name), baseline["settings"].get(name)
+        if name not in TURNS and here != there:
+            raise ValueError(f"{name} is {here} here and {there} in the baseline; measure both at the same settings")
+
+
+def regressions(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> list[str]:
+    """What became worse than in `baseline`: ratios more than TOLERANCE above its.
+
+    Absolute times are not compared, they are the machine's. Rows and ratios that the baseline lacks are new.
+    """
+    before = {(row["what"], row["mode"]): row for row in baseline["rows"]}
+    worse = []
+    for row in rows:
+        for name in ("paired_ratio", "memory_ratio"):
+            was = before.get((row["what"], row["mode"]), {}).get(name)
+            if was is not None and row[name] > was * (1 + TOLERANCE):
+                worse.append(f"{row['what']}, {row['mode']}: {name} {row[name]:.3f}, was {was:.3f}")
+    return worse
 
 
 def _tokens(batch: int, width: int) -> dict[str, Tensor]:

@@ -1,0 +1,321 @@
+"""What a cycle costs: moe_rl's loop against TRL's GRPOTrainer on the same model, task and shapes.
+
+A cycle samples one batch of rollouts and takes M optimizer steps on it. Used by `experiments/bench.py cycle`; needs the
+extra `trl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from moe_rl import cli, loop
+from moe_rl.benchmarks import one_thread, paired
+from moe_rl.config import Experiment, build, config_folder
+from moe_rl.engines.hf import Hf
+from moe_rl.store import open_run
+from moe_rl.tasks.base import Example
+
+SIZES = {
+    "tiny": {"layers": 2, "hidden_size": 16, "experts": 4, "top_k": 2, "expert_size": 8},
+    "small": {"layers": 4, "hidden_size": 64, "experts": 16, "top_k": 4, "expert_size": 64},
+    "large": {"layers": 8, "hidden_size": 128, "experts": 16, "top_k": 4, "expert_size": 128},
+}
+PARTS = ("generate", "old_logprobs", "updates", "drift")
+PROMPT, VOCABULARY = 6, 51  # tokens of a prompt of the task, such as 3+4+8=; of the character tokenizer
+MATRIX = 768  # side of the matrix product whose rate is the limit: large enough for the kernel to reach its best
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """The shapes of `cycle`. size: some of SIZES, with commas between. tokens: of every response. updates: M.
+
+    cycles: that are timed, of each side; one more before them is dropped.
+    """
+
+    size: str = "small,large"
+    prompts: int = 32
+    completions: int = 8
+    tokens: int = 24
+    updates: int = 4
+    cycles: int = 8
+
+    def __post_init__(self) -> None:
+        for name in self.size.split(","):
+            if name not in SIZES:
+                raise ValueError(f"size is {self.size!r}; choose from {', '.join(SIZES)}, with commas between")
+        for field in dataclasses.fields(self):
+            if field.name != "size" and getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; set it to 1 or more")
+        if self.prompts * self.completions % self.updates:
+            raise ValueError(
+                f"{self.prompts} prompts x {self.completions} completions do not divide into {self.updates} updates"
+            )
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.completions
+
+
+def cycle(settings: Cycle) -> list[dict[str, Any]]:
+    """Rows of CPU seconds a cycle (`process_time` of one thread) of TRL's GRPOTrainer and of moe_rl's loop.
+
+    Both do GRPO on the same Qwen3-MoE from the same weights, on the same task, with AdamW, without activation
+    checkpointing, KL or checkpoints; responses have `tokens` tokens each. moe_rl runs at the defaults of conf/, with
+    drift measured after each update. The two take turns, a cycle each, in one process.
+    cpu_s: median over cycles; least_s; *_s: medians of its parts. ratio: of the medians to TRL's; paired_ratio: the
+    median over cycles of the ratio to TRL's cycle before it, paired_low to paired_high its 95 % interval.
+    peak_mb: the most memory that a process of its own took for one cycle, over_mb: above its libraries and the model;
+    memory_ratio: of the peaks.
+    limit_share: the operations that the method needs, 2 a multiply-add (sampling, the old log probabilities of all
+    mini-batches but the first, M updates; attention in full squares), as a share of what a product of square fp32
+    matrices manages in as many CPU seconds, at limit_gflops.
+    """
+    rows = []
+    for size in settings.size.split(","):
+        memory = {side: _in_child(_memory, side, settings, size) for side in ("trl", "moe_rl")}
+        with one_thread():
+            seconds, parameters, limit = _take_turns(settings, size)
+        needed = 2 * multiply_adds(settings, size)
+        for side, laps in seconds.items():
+            totals = [sum(lap.values()) for lap in laps]
+            others = [sum(lap.values()) for lap in seconds["trl"]]
+            median = statistics.median(totals)
+            row: dict[str, Any] = {"what": f"cycle {size}", "mode": side, "parameters": parameters, "cpu_s": median}
+            row |= {"least_s": min(totals)}
+            row |= {f"{part}_s": statistics.median(lap[part] for lap in laps) for part in PARTS}
+            row |= {"tokens_per_s": settings.sequences * settings.tokens / median}
+            row |= {"ratio": median / statistics.median(others), **paired(totals, others)}
+            row |= memory[side] | {"memory_ratio": memory[side]["peak_mb"] / memory["trl"]["peak_mb"]}
+            row |= {"gflop": needed / 1e9, "limit_gflops": limit / 1e9, "limit_share": needed / median / limit}
+            rows.append(row)
+    return rows
+
+
+def _take_turns(settings: Cycle, size: str) -> tuple[dict[str, list[dict[str, float]]], int, float]:
+    """CPU seconds by part of each timed cycle of both sides; the parameters; the limit in operations a CPU second."""
+    e = experiment(settings, size, settings.cycles + 1)
+    ours, limits = _Ours(e), []
+    laps: dict[str, list[dict[str, float]]] = {"trl": [], "moe_rl": []}
+
+    def after_cycle(lap: dict[str, float]) -> None:
+        laps["trl"].append(lap)
+        laps["moe_rl"].append(ours.cycle())
+        limits.append(matrix_rate())
+
+    with ours:
+        parameters = _train_trl(e, settings, after_cycle)
+    return {side: of_side[1:] for side, of_side in laps.items()}, parameters, max(limits)
+
+
+def matrix_rate() -> float:
+    """Operations (2 a multiply-add) a CPU second of a product of two square fp32 matrices."""
+    one, other = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    start = time.process_time()
+    one @ other
+    return 2 * MATRIX**3 / (time.process_time() - start)
+
+
+def multiply_adds(settings: Cycle, size: str) -> int:
+    """What a cycle needs at least: sampling, old log probabilities of all mini-batches but the first, M updates."""
+    B, T, S, M = settings.sequences, settings.tokens, PROMPT + settings.tokens, settings.updates
+    sampling = forward(size, PROMPT, PROMPT, 1) + sum(forward(size, 1, keys, 1) for keys in range(PROMPT + 1, S))
+    whole = forward(size, S, S, T + 1)
+    return B * sampling + (B - B // M) * whole + 3 * B * whole  # a backward is two forwards
+
+
+def forward(size: str, queries: int, keys: int, scored: int) -> int:
+    """Multiply-adds of one sequence's forward: new tokens, how many each attends to, how many have logits computed."""
+    L, H, E, K, F = (SIZES[size][name] for name in ("layers", "hidden_size", "experts", "top_k", "expert_size"))
+    return queries * L * (4 * H * H + 2 * keys * H + H * E + 3 * K * H * F) + scored * H * VOCABULARY
+
+
+# ------------------------------------------------------------------------------------------------------------ our side
+class FixedLength(Hf):
+    """`Hf` with responses of exactly max_new_tokens tokens."""
+
+    def _settings(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completions: int
+    ) -> GenerationConfig:
+        settings = super()._settings(model, tokenizer, completions)
+        settings.min_new_tokens = self.max_new_tokens
+        return settings
+
+
+def experiment(settings: Cycle, size: str, cycles: int) -> Experiment:
+    """The run that is timed: the defaults of conf/, without evaluation, cold start and checkpoints."""
+    overrides = [f"model.{name}={value}" for name, value in SIZES[size].items()]
+    overrides += [f"{name}={getattr(settings, name)}" for name in ("prompts", "completions", "updates")]
+    overrides += ["task=chain_sum", f"steps={cycles}", "eval_prompts=0", "cold_start.steps=0", "arm=grpo"]
+    overrides += ["launch.checkpoint_every=0", f"engine.max_new_tokens={settings.tokens}"]
+    cli.settings.register()
+    with initialize_config_dir(config_folder(), version_base="1.3"):
+        e = build(compose("config", overrides=overrides))
+    return dataclasses.replace(e, engine=FixedLength(max_new_tokens=settings.tokens))
+
+
+class _Ours:
+    """moe_rl's loop, a cycle at a time. A with-block, in which its tables lie in a temporary folder."""
+
+    def __init__(self, e: Experiment):
+        self.e = e
+
+    def __enter__(self) -> _Ours:
+        self.stack = contextlib.ExitStack()
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        writer = self.stack.enter_context(open_run(folder / "run", {}))
+        assert writer is not None
+        self.steps = loop.train(self.e, writer, str(folder / "cache"))
+        next(self.steps)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.steps.close()
+        self.stack.close()
+
+    def cycle(self) -> dict[str, float]:
+        """Take one step. CPU seconds by part; what belongs to none, writing tables mostly, counts as updates."""
+        start = time.process_time()
+        row = next(self.steps)
+        total = time.process_time() - start
+        named = {"generate": row["rollout_s"], "old_logprobs": row["old_pass_s"], "drift": row["drift_s"]}
+        return named | {"updates": total - sum(named.values())}
+
+
+# ---------------------------------------------------------------------------------------------------------- TRL's side
+def _train_trl(e: Experiment, settings: Cycle, after_cycle: Callable[[dict[str, float]], None]) -> int:
+    """Train with TRL for e.steps cycles. after_cycle: is told each one's CPU seconds by part; its own do not count.
+
+    Returns the number of parameters. ImportError for another TRL than the extra's.
+    """
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig
+
+    from moe_rl.integrations.trl import GRPOTrainer  # from there, for it refuses another TRL
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # TRL calls it by old names
+    clock = _Clock()
+
+    class Timed(GRPOTrainer):
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            with clock.part("generate"):
+                return super()._generate(*args, **kwargs)
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            with clock.part("old_logprobs"):
+                return super()._generate_and_score_completions(inputs)
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.lap()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % settings.updates == 0:
+                after_cycle(clock.lap())
+                clock.lap()
+
+    def reward(completions: list[str], prompt_text: list[str], answer: list[str], **columns: Any) -> list[float]:
+        examples = [Example("", prompt, right) for prompt, right in zip(prompt_text, answer, strict=True)]
+        return [e.task.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+
+    examples = e.task.examples("train", e.prompts * e.steps, e.seed)
+    model, tokenizer = e.model.build(e.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Timed(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(
+                output_dir=folder, use_cpu=True, seed=e.seed, bf16=False, report_to="none", save_strategy="no",
+                logging_steps=1, disable_tqdm=True, max_steps=e.steps * e.updates,
+                learning_rate=e.optim.lr, lr_scheduler_type="constant", weight_decay=e.optim.weight_decay,
+                max_grad_norm=e.optim.max_grad_norm, activation_checkpointing=False,
+                per_device_train_batch_size=settings.sequences // e.updates, gradient_accumulation_steps=1,
+                steps_per_generation=e.updates, num_iterations=1, num_generations=e.completions,
+                max_completion_length=settings.tokens, generation_kwargs={"min_new_tokens": settings.tokens},
+                temperature=1.0, beta=0.0, loss_type="grpo", epsilon=0.2, epsilon_high=0.27, router_aux_loss_coef=0.0,
+            ),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [x.prompt for x in examples], "prompt_text": [x.prompt for x in examples],
+                 "answer": [x.answer for x in examples]}
+            ),
+            processing_class=tokenizer,
+            callbacks=[Turns()],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class _Clock:
+    """CPU seconds since the last lap, by part; inner parts do not count towards outer ones, the rest is updates."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.running, self.since = "updates", time.process_time()
+
+    def _switch(self, part: str) -> str:
+        now, before = time.process_time(), self.running
+        self.seconds[before] += now - self.since
+        self.running, self.since = part, now
+        return before
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def lap(self) -> dict[str, float]:
+        self._switch(self.running)
+        lap, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
+        return lap
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+def _in_child(function: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """`function` in a process of its own, forked from one that has imported torch and this module, and no more."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=processes) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _memory(side: str, settings: Cycle, size: str) -> dict[str, float]:
+    """Megabytes that one side takes for one cycle: the peak, and what of it is above its libraries and the model."""
+    torch.set_num_threads(1)
+    e = experiment(settings, size, cycles=1)
+    if side == "trl":
+        importlib.import_module("moe_rl.integrations.trl")
+    e.model.build(e.seed)
+    before = _peak()
+    if side == "trl":
+        _train_trl(e, settings, lambda lap: None)
+    else:
+        with _Ours(e) as ours:
+            ours.cycle()
+    return {"peak_mb": _peak(), "over_mb": _peak() - before}
+
+
+def _peak() -> float:
+    """Peak resident memory of this process, in megabytes (10^6 bytes)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
