@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from moe_rl import summary
@@ -124,23 +125,36 @@ def _second_half(rows: pd.DataFrame | None) -> pd.DataFrame | None:
 
 
 # -------------------------------------------------------------------------------------------------------- equal compute
+Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
+
+def reward_curves(study: Study, numbers: pd.DataFrame, budget: str) -> dict[int, Curve]:
+    """(spent, reward) at each evaluation of the runs among `numbers`, by their index; runs without any are left out.
+
+    budget: a key of BUDGETS. The reward is that of `summary.reward_measure`.
+    """
+    measure = summary.reward_measure(study)
+    by_run = dict(iter(study.steps.groupby(list(KEY))))
+    curves = {}
+    for place, run in numbers.iterrows():
+        rows = by_run.get(tuple(run[name] for name in KEY))
+        if rows is not None:
+            rows = rows.sort_values("step")
+            training = _training_seconds(rows).cumsum()
+            spent = training if budget == "train_cpu_s" else rows[budget].astype(float).fillna(0.0)
+            measured = rows[measure].astype(float).notna()
+            if measured.any():
+                curves[place] = (spent[measured].to_numpy(), rows[measure][measured].to_numpy(dtype=float))
+    return curves
+
+
 def reward_at_equal(study: Study, numbers: pd.DataFrame, budget: str) -> pd.Series:
     """Each run's reward when it had spent as much as the run among `numbers` that spent least in all.
 
     numbers: rows of `run_numbers`, the runs to be compared. budget: a key of BUDGETS. The reward is interpolated
     between a run's evaluations; a run that diverged counts 0, one without outcome NaN. Index: that of `numbers`.
     """
-    measure = summary.reward_measure(study)
-    curves = {}
-    for place, run in numbers[numbers["state"] == "finished"].iterrows():
-        rows = study.steps
-        for name in KEY:
-            rows = rows[rows[name] == run[name]]
-        rows = rows.sort_values("step")
-        spent = _training_seconds(rows).cumsum() if budget == "train_cpu_s" else rows[budget].astype(float).fillna(0.0)
-        measured = rows[measure].astype(float).notna()
-        if measured.any():
-            curves[place] = (spent[measured].to_numpy(), rows[measure][measured].to_numpy(dtype=float))
+    curves = reward_curves(study, numbers[numbers["state"] == "finished"], budget)
     least = min((spent[-1] for spent, _ in curves.values()), default=0.0)
     reached = {place: float(np.interp(least, *curve)) for place, curve in curves.items()}
     return pd.Series({place: reached.get(place, outcome) for place, outcome in numbers["outcome"].items()}, dtype=float)

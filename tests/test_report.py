@@ -176,6 +176,12 @@ def test_names_are_shown_and_never_obeyed(results):
     assert not any("javascript" in (attributes.get("href") or "") for attributes in page.all("a"))
 
 
+def test_html_in_markdown_is_text(tmp_path):
+    page = Page(report.page("# t\n\n<script>alert(1)</script> and <b>bold</b>\n", tmp_path))
+    assert "<script>alert(1)</script> and <b>bold</b>" in page.words
+    assert page.all("script") == page.all("b") == []
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -75,6 +75,10 @@ class Numbers:
         reached = {knobs: float(np.mean(values)) for knobs, values in means.items() if values}
         return max(reached, key=lambda knobs: reached[knobs]) if reached else None
 
+    def seeds(self, arm: str, knobs: str | None) -> int:
+        """How many runs of an arm at a setting have a result."""
+        return 0 if knobs is None else len(self.of("outcome", arm=arm, knobs=knobs))
+
     def rows(self, **where: object) -> pd.DataFrame:
         rows = self.table
         for name, value in where.items():
@@ -85,6 +89,13 @@ class Numbers:
         """Study and setting in words."""
         labels = [summary.knob_label(one, summary.knobs_of(self.study)) for one in dict.fromkeys(knobs)]
         return ", ".join([self.study.folder.name, *(label for label in labels if label)])
+
+
+def first_with_seeds(studies: Mapping[str, Study], names: Sequence[str], arm: str) -> Numbers:
+    """Numbers of the first of these studies in which `arm` has enough seeds for a claim, else of the first that ran."""
+    every = [numbers_of(studies[name]) for name in names if name in studies]
+    enough = (one for one in every if one.seeds(arm, one.best_setting(arm)) >= stats.CLAIM_RUNS)
+    return next(enough, every[0])
 
 
 def numbers_of(study: Study, **settings: str) -> Numbers:

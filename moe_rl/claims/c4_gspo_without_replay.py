@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_rl.claims._effects import Numbers, contrast, frontier_effects, level_of, numbers_of, with_holm
+from moe_rl.claims._effects import Numbers, contrast, first_with_seeds, frontier_effects, level_of, with_holm
 from moe_rl.claims.base import (
     NOT_TESTABLE,
     RELEVANT,
@@ -28,20 +28,19 @@ CLAIM = Claim(
     studies=("drift_per_update", "side_by_side", "stability_frontier"),
     measure="gain: final reward minus the reward before the first update, diverged runs with reward 0; and final "
     "reward against arms with replay, each arm at its best setting, paired by seed.",
-    rule="In the first of its studies that was run, GSPO at its best setting. Supported: the gain lies above 0 with "
-    f"p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not supported: the "
-    f"gain lies below 0, or is known to ± {RELEVANT:g} without lying above 0, or GSPO lies below an arm with replay "
-    "with p < .05. Otherwise not testable. Holm over these tests.",
+    rule="GSPO at its best setting, in the first of these studies in which it has 5 seeds. Supported: the gain lies "
+    f"above 0 with p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not "
+    f"supported: the gain lies below 0, or is known to ± {RELEVANT:g} without lying above 0, or GSPO lies below an "
+    "arm with replay with p < .05. Otherwise not testable. Holm over these tests.",
     figures=("reward", "knob_heat_map"),
 )
 
 
 def judge(studies: Mapping[str, Study]) -> Finding:
-    study = next(studies[name] for name in CLAIM.studies if name in studies)
-    numbers = numbers_of(study)
+    numbers = first_with_seeds(studies, CLAIM.studies, ARM)
     best = numbers.best_setting(ARM)
     if best is None:
-        return Finding(NOT_TESTABLE, f"arm {ARM} has no run with a result in study {study.folder.name}")
+        return Finding(NOT_TESTABLE, f"arm {ARM} has no run with a result in study {numbers.study.folder.name}")
     gain, *losses = with_holm([_gain(numbers, best), *_losses(numbers, best)])
     frontier = frontier_effects(studies["stability_frontier"]) if "stability_frontier" in studies else []
     return finding(_verdict(gain, losses), [gain, *losses, *frontier])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_rl.claims._effects import contrast, numbers_of, with_holm
+from moe_rl.claims._effects import contrast, first_with_seeds, with_holm
 from moe_rl.claims.base import NOT_TESTABLE, RELEVANT, Claim, Effect, Finding, above_zero, all_of, finding
 from moe_rl.measures import BUDGETS, reward_at_equal
 from moe_rl.store import Study
@@ -20,19 +20,21 @@ CLAIM = Claim(
     measure="evaluation reward where a run had spent as many queries, response tokens, or CPU seconds of sampling, "
     "old pass and updates as the cheapest of the compared runs spent in all; interpolated, paired by seed, each arm "
     "at its best setting, diverged runs with reward 0.",
-    rule="In the first of its studies that was run, GSPO minus GRPO with replay (as in the source), at equal queries "
-    "and at equal CPU seconds. Supported: both lie above 0 with p < .05 (Holm over all budgets and arms). Not "
-    f"supported: one lies below 0, or is known to ± {RELEVANT:g} without lying above 0. Otherwise not testable.",
-    figures=("reward",),
+    rule="GSPO minus GRPO with replay (as in the source), at equal queries and at equal CPU seconds, in the first of "
+    "these studies in which GSPO has 5 seeds. Supported: both lie above 0 with p < .05 (Holm over all budgets and "
+    f"arms). Not supported: one lies below 0, or is known to ± {RELEVANT:g} without lying above 0. Otherwise not "
+    "testable.",
+    figures=("reward_by_budget",),
 )
 
 
 def judge(studies: Mapping[str, Study]) -> Finding:
-    study = next(studies[name] for name in CLAIM.studies if name in studies)
-    numbers = numbers_of(study)
+    numbers = first_with_seeds(studies, CLAIM.studies, ARM)
     best = {arm: knobs for arm in (ARM, *RIVALS) if (knobs := numbers.best_setting(arm)) is not None}
     if ARM not in best or RIVALS[0] not in best:
-        return Finding(NOT_TESTABLE, f"study {study.folder.name} lacks runs of {ARM} or {RIVALS[0]} with a result")
+        return Finding(
+            NOT_TESTABLE, f"study {numbers.study.folder.name} lacks runs of {ARM} or {RIVALS[0]} with a result"
+        )
     table = numbers.table
     compared = table[[best.get(arm) == knobs for arm, knobs in zip(table["arm"], table["knobs"], strict=True)]]
     found: dict[tuple[str, str], Effect] = {}

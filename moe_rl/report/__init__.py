@@ -27,7 +27,7 @@ from moe_rl.report._parts import (
 )
 from moe_rl.store import StoreError, Study, is_packed, run_folders
 
-__all__ = ["is_study", "report_results", "report_study"]
+__all__ = ["is_study", "page", "report_results", "report_study"]
 
 
 def is_study(folder: Path) -> bool:
