@@ -15,11 +15,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from PIL import Image
 
 from moe_rl import summary
 from moe_rl.store import DONE, Study
 
 FORMATS = ("png", "svg", "pdf")
+COLORS = 128  # of a png: enough for lines and colour maps, and a third of the bytes
 STYLE: Any = {  # rcParams
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -294,5 +296,8 @@ def save(figure: Figure, folder: Path, name: str, formats: Iterable[str]) -> lis
         path = folder / f"{name}.{kind}"
         with matplotlib.rc_context(STYLE):
             figure.savefig(path, format=kind, metadata=METADATA[kind])
+        if kind == "png":
+            with Image.open(path) as picture:
+                picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
         paths.append(path)
     return paths

@@ -48,5 +48,5 @@ def _on_one_grid(curves: dict[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, 
     first, last = max(spent[0] for spent, _ in curves.values()), max(spent[-1] for spent, _ in curves.values())
     ends = [spent[-1] for spent, _ in curves.values() if spent[-1] >= first]
     grid = np.unique(np.concatenate([np.linspace(first, last, POINTS), ends]))
-    reach = {seed: grid[grid <= spent[-1]] for seed, (spent, _) in curves.items()}
-    return {seed: pd.Series(np.interp(reach[seed], *curve), index=reach[seed]) for seed, curve in curves.items()}
+    reach = {seed: grid[grid <= spent[-1]] for seed, (spent, _) in curves.items() if spent[-1] >= first}
+    return {seed: pd.Series(np.interp(xs, *curves[seed]), index=xs) for seed, xs in reach.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,11 @@ from urllib.parse import unquote
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from PIL import Image
 
 from moe_rl.claims import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED
 from moe_rl.report._markdown import slug
 
 CLASSES = {SUPPORTED: "yes", NOT_SUPPORTED: "no", NOT_TESTABLE: "open"}
-COLORS = 96  # of a picture: enough for lines and colour maps, a third of the bytes
 STYLE = """
 :root { color-scheme: light; }
 body { font: 1rem/1.55 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 60rem;
@@ -66,11 +63,8 @@ def page(markdown: str, folder: Path) -> str:
 
 
 def data_uri(path: Path) -> str:
-    """A picture as data URI, its colours reduced to COLORS."""
-    buffer = io.BytesIO()
-    with Image.open(path) as picture:
-        picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    """A png as data URI."""
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def _number_headings(tokens: Sequence[Token]) -> list[tuple[int, str, str]]:
