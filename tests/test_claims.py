@@ -32,8 +32,9 @@ def effect(value, half, n=5, p=math.nan):
     [
         (0.10, 0.06, 5, 0.01, SUPPORTED),
         (0.10, 0.06, 5, 0.06, NOT_TESTABLE),  # Holm took it away, and 0.05 would not have been seen
-        (0.02, 0.04, 5, 0.20, NOT_SUPPORTED),  # 0.05 would have been seen
-        (0.02, 0.06, 5, 0.20, NOT_TESTABLE),
+        (0.00, 0.04, 5, 1.00, NOT_SUPPORTED),  # 0.05 is excluded
+        (0.02, 0.04, 5, 0.20, NOT_TESTABLE),  # it is not
+        (0.06, 0.04, 5, 0.08, NOT_TESTABLE),  # known well, and there: but not after Holm
         (-0.20, 0.10, 5, 0.01, NOT_SUPPORTED),  # the other way round
         (0.00, 0.00, 5, 1.0, NOT_SUPPORTED),  # the same runs
         (0.10, 0.06, 4, math.nan, NOT_TESTABLE),

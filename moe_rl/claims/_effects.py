@@ -112,6 +112,15 @@ def model_note(study: Study) -> str:
     return f"{model_text(study)}.{shared}{summary.noise_text(study)}"
 
 
+def nothing_to_cure(numbers: Numbers, **where: object) -> list[str]:
+    """A note, if GRPO without any cure gains reward at its best setting, too."""
+    best = numbers.best_setting("grpo", **where)
+    gain = stats.Estimate(math.nan, math.nan, math.nan, 0)
+    if best is not None:
+        gain = level_of("", numbers.of("gain", arm="grpo", knobs=best)).estimate
+    return [f"Plain GRPO gains {gain} here: there was nothing to cure."] if gain.low > 0 else []
+
+
 def frontier_effects(study: Study) -> list[Effect]:
     """The largest learning rate that each arm survives, and by how many doublings the arms differ from the first."""
     numbers = numbers_of(study, lr="optim.lr", at="updates")

@@ -1,7 +1,7 @@
 """What a claim is, and the few rules by which data give a verdict.
 
-A rule never says "not supported" of an effect that the data could not have shown: where the interval is too wide for
-that, the verdict is "not testable at this scale", and says how wide it is.
+"Not supported" takes data that exclude an effect of relevant size: where an interval reaches both 0 and such an effect,
+the verdict is "not testable at this scale", and says how small an effect could have been seen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Effect:
     """A measured number with its 95 % interval over seeds.
 
     at: study and setting. p, sign_flip_p: of "it is 0", by the t test and exactly by sign flips, after Holm over the
-    claim's tests; NaN where nothing is tested or below 5 seeds.
+    tests that decide the claim, or over those that are shown besides; NaN where nothing is tested or below 5 seeds.
     """
 
     what: str
@@ -93,18 +93,18 @@ def not_run(*studies: str) -> Finding:
 
 # ----------------------------------------------------------------------------------------------------------- the rules
 def above_zero(effect: Effect, relevant: float = RELEVANT) -> Judgement:
-    """Supported: interval above 0 and p < .05. Not: below 0, or known to ± `relevant` without lying above 0."""
+    """Supported: interval above 0 and p < .05. Not: interval ends below `relevant`. Else it cannot be told."""
     e = effect.estimate
     if e.n < stats.CLAIM_RUNS:
         return too_few(effect)
     told = f"{effect.name} is {e}{_p(effect)}"
     if e.low > 0 and effect.p < LEVEL:
         return Judgement(SUPPORTED, told)
-    if e.high < 0:
-        return Judgement(NOT_SUPPORTED, f"{told}: the other way round")
-    if effect.half_width <= relevant:
-        return Judgement(NOT_SUPPORTED, f"{told}, and a difference of {relevant:g} would have been seen")
-    return Judgement(NOT_TESTABLE, f"{told}: differences below {effect.half_width:.2g} cannot be seen with these seeds")
+    if e.high < relevant:
+        other_way = ": the other way round" if e.high < 0 else f": {relevant:g} or more is excluded"
+        return Judgement(NOT_SUPPORTED, told + other_way)
+    why = "p is not below .05 after Holm" if e.low > 0 else f"less than {effect.half_width:.2g} cannot be seen"
+    return Judgement(NOT_TESTABLE, f"{told}: {why} with these seeds")
 
 
 def no_worse(effect: Effect, margin: float = RELEVANT) -> Judgement:
@@ -112,10 +112,10 @@ def no_worse(effect: Effect, margin: float = RELEVANT) -> Judgement:
     e = effect.estimate
     if e.n < stats.CLAIM_RUNS:
         return too_few(effect)
-    told = f"{effect.name} is {e}{_p(effect)}"
+    told, worse = f"{effect.name} is {e}{_p(effect)}", e.high < 0 and effect.p < LEVEL
     if e.low > -margin:
-        return Judgement(SUPPORTED, f"{told}: a loss of {margin:g} or more is excluded")
-    if e.high < -margin or (e.high < 0 and effect.p < LEVEL):
+        return Judgement(SUPPORTED, f"{told}: {'worse, but ' if worse else ''}a loss of {margin:g} or more is excluded")
+    if e.high < -margin or worse:
         return Judgement(NOT_SUPPORTED, told)
     return Judgement(NOT_TESTABLE, f"{told}: neither a loss of {margin:g} nor no loss is excluded")
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from moe_rl.claims._effects import Numbers, level_of, model_note, numbers_of
-from moe_rl.claims.base import NOT_TESTABLE, Claim, Finding, Judgement, finding, in_band
+from moe_rl.claims.base import NOT_TESTABLE, Claim, Effect, Finding, Judgement, finding, in_band
 from moe_rl.stats import CLAIM_RUNS
 from moe_rl.store import Study
 from moe_rl.summary import arms_of
@@ -42,7 +42,21 @@ def judge(studies: Mapping[str, Study]) -> Finding:
         if knobs is not None
         for name, told in MEASURES.items()
     ]
+    effects += _at_other_rates(studies)
     return finding(_verdict(numbers, best.get("grpo")), effects, [model_note(study)])
+
+
+def _at_other_rates(studies: Mapping[str, Study]) -> list[Effect]:
+    """Drift depends on the learning rate: what a study over it says, for the reader."""
+    if "drift_vs_lr" not in studies:
+        return []
+    numbers = numbers_of(studies["drift_vs_lr"])
+    places = [(arm, knobs) for arm in arms_of(numbers.study) for knobs in numbers.settings(arm)]
+    what = MEASURES["slot_change"]
+    return [
+        level_of(f"{arm}: {what}", numbers.of("slot_change", arm=arm, knobs=k), numbers.at(k), tested=False)
+        for arm, k in places
+    ]
 
 
 def _verdict(numbers: Numbers, knobs: str | None) -> Judgement:

@@ -38,8 +38,8 @@ CLAIM = Claim(
     "replay do not, and the difference lies above 0 with p < .05 (Holm over settings), unless the placebo of study "
     "controls, the routing of another sequence, helps as well. Not supported: most GRPO runs converge at every "
     "setting, with a gain over the start at one of them; or at every setting at which most GRPO runs fail, the "
-    f"difference lies below 0 or is known to ± {RELEVANT:g} without lying above 0, or GRPO with replay ends below its "
-    "start, too (interval). Otherwise not testable.",
+    f"interval of the difference ends below {RELEVANT:g}, or GRPO with replay ends below its start, too (interval). "
+    "Otherwise not testable.",
     figures=("reward", "knob_heat_map"),
 )
 
@@ -84,7 +84,8 @@ def _verdict(enough: list[tuple[Numbers, str, str, Effect]]) -> Judgement:
     if not failing:
         gains = [level_of("the gain of GRPO", n.of("gain", arm=PLAIN, knobs=one), n.at(one)) for n, one, _, _ in enough]
         learns = [gain for gain in gains if gain.estimate.low > 0]
-        told = f"most runs of GRPO without replay converge at each of {len(enough)} settings"
+        where = "the one setting" if len(enough) == 1 else f"each of {len(enough)} settings"
+        told = f"most runs of GRPO without replay converge at {where} with enough seeds"
         if learns:
             best = max(learns, key=lambda gain: gain.estimate.value)
             return Judgement(NOT_SUPPORTED, f"{told}; its gain at {best.at} is {best.estimate}")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_rl.claims._effects import Numbers, contrast, first_with_seeds, frontier_effects, level_of, with_holm
+from moe_rl.claims._effects import (
+    Numbers,
+    contrast,
+    first_with_seeds,
+    frontier_effects,
+    level_of,
+    nothing_to_cure,
+    with_holm,
+)
 from moe_rl.claims.base import (
     NOT_TESTABLE,
     RELEVANT,
@@ -30,8 +38,8 @@ CLAIM = Claim(
     "reward against arms with replay, each arm at its best setting, paired by seed.",
     rule="GSPO at its best setting, in the first of these studies in which it has 5 seeds. Supported: the gain lies "
     f"above 0 with p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not "
-    f"supported: the gain lies below 0, or is known to ± {RELEVANT:g} without lying above 0, or GSPO lies below an "
-    "arm with replay with p < .05. Otherwise not testable. Holm over these tests.",
+    f"supported: the interval of the gain ends below {RELEVANT:g}, or GSPO lies below an arm with replay with p < .05, "
+    f"a loss of {RELEVANT:g} not being excluded. Otherwise not testable. Holm over these tests.",
     figures=("reward", "knob_heat_map"),
 )
 
@@ -43,7 +51,7 @@ def judge(studies: Mapping[str, Study]) -> Finding:
         return Finding(NOT_TESTABLE, f"arm {ARM} has no run with a result in study {numbers.study.folder.name}")
     gain, *losses = with_holm([_gain(numbers, best), *_losses(numbers, best)])
     frontier = frontier_effects(studies["stability_frontier"]) if "stability_frontier" in studies else []
-    return finding(_verdict(gain, losses), [gain, *losses, *frontier])
+    return finding(_verdict(gain, losses), [gain, *losses, *frontier], nothing_to_cure(numbers))
 
 
 def _gain(numbers: Numbers, knobs: str) -> Effect:

@@ -6,7 +6,18 @@ import math
 from collections.abc import Mapping
 
 from moe_rl.claims._effects import Numbers, contrast, level_of, numbers_of, with_holm
-from moe_rl.claims.base import NOT_TESTABLE, Claim, Effect, Finding, Judgement, above_zero, all_of, finding, in_band
+from moe_rl.claims.base import (
+    NOT_TESTABLE,
+    RELEVANT,
+    Claim,
+    Effect,
+    Finding,
+    Judgement,
+    above_zero,
+    all_of,
+    finding,
+    in_band,
+)
 from moe_rl.store import Study
 
 LOW, HIGH = 30, 300
@@ -22,8 +33,8 @@ CLAIM = Claim(
     "paired; final reward, gspo minus grpo, paired. A token counts as clipped when its sequence is. GSPO at the "
     "paper's bounds.",
     rule=f"Supported: the mean ratio lies in [{LOW}, {HIGH}], its interval in logarithms is no wider than that, and "
-    "the difference in reward lies above 0 with p < .05. Not supported: the ratio's interval lies outside, or GSPO's "
-    "reward is not higher although the data would have shown it. Otherwise not testable.",
+    "the difference in reward lies above 0 with p < .05. Not supported: the ratio's interval lies outside, or that of "
+    f"the difference ends below {RELEVANT:g}. Otherwise not testable.",
     figures=("clip_fraction", "reward"),
 )
 
@@ -34,7 +45,7 @@ def judge(studies: Mapping[str, Study]) -> Finding:
     if plain is None or paper is None:
         return Finding(NOT_TESTABLE, "study clipping lacks runs of grpo, or of gspo at the paper's bounds")
     settings = [paper, *(knobs for knobs in numbers.settings("gspo") if knobs != paper)]
-    rewards = with_holm([_reward(numbers, knobs, plain) for knobs in settings])
+    reward, *others = (_reward(numbers, knobs, plain) for knobs in settings)
     ratios = [_ratio(numbers, knobs, plain) for knobs in settings]
     shares = [
         level_of(
@@ -43,7 +54,7 @@ def judge(studies: Mapping[str, Study]) -> Finding:
         for arm, k in [("grpo", plain), *(("gspo", knobs) for knobs in settings)]
     ]
     notes = ["log10 of a ratio of 100 is 2; the paper's bounds were made for responses of thousands of tokens."]
-    return finding(_verdict(ratios[0], rewards[0]), [*ratios, *rewards, *shares], notes)
+    return finding(_verdict(ratios[0], reward), [*ratios, reward, *with_holm(others), *shares], notes)
 
 
 def _ratio(numbers: Numbers, knobs: str, plain: str) -> Effect:

@@ -26,8 +26,8 @@ CLAIM = Claim(
     "engine computes in another precision than the trainer.",
     rule="At every such precision. Supported: GSPO with the engine's likelihoods gains reward (interval above 0, p < "
     f".05) and a loss of {RELEVANT:g} against recomputing is excluded, at each. Not supported: at one of them the "
-    "loss lies below 0 with p < .05, or the gain does not lie above 0 although it would have been seen. Otherwise "
-    "not testable. Holm over all.",
+    f"interval of the gain ends below {RELEVANT:g}, or the loss lies below 0 with p < .05, {RELEVANT:g} not being "
+    "excluded. Otherwise not testable. Holm over these tests.",
     figures=("reward", "exceedance"),
 )
 

@@ -19,8 +19,8 @@ CLAIM = Claim(
     measure="final reward (diverged: 0), gspo minus grpo, paired by seed, on the MoE model, and the same minus that "
     "difference on the dense twin of equal active size.",
     rule="At every learning rate that both models and both arms share. Supported: at some rate both lie above 0 with "
-    f"p < .05 (Holm over all). Not supported: at every rate one lies below 0, or is known to ± {RELEVANT:g} without "
-    "lying above 0. Otherwise not testable.",
+    f"p < .05 (Holm over all). Not supported: at every rate the interval of one ends below {RELEVANT:g}. Otherwise not "
+    "testable.",
     figures=("reward", "knob_heat_map"),
 )
 

@@ -22,8 +22,7 @@ CLAIM = Claim(
     measure="final reward (diverged: 0), without minus with replay, paired by seed, at M = 1, each arm at its best "
     "setting.",
     rule="Over all pairs of an arm without and with replay at M = 1. Supported: one difference lies above 0 with p < "
-    f".05 (Holm). Not supported: every one lies below 0, or is known to ± {RELEVANT:g} without lying above 0. "
-    "Otherwise not testable.",
+    f".05 (Holm over pairs). Not supported: the interval of every one ends below {RELEVANT:g}. Otherwise not testable.",
     figures=("reward",),
 )
 

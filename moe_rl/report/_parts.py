@@ -15,11 +15,12 @@ from moe_rl.store import Study, shared_and_varied
 HOW_TO_READ = (
     "Numbers are means over seeds with 95 % t intervals. Differences are paired by seed: same prompts, same start, "
     f"same sampling stream. Below {stats.CLAIM_RUNS} seeds nothing is tested. p values are of the paired t test and "
-    "of an exact test that flips signs (with 5 seeds it cannot come below .0625), both adjusted by Holm over the "
-    "tests of one table. At one setting, all arms sample equally many completions; CPU seconds of training are "
-    "those of sampling, the old pass and the updates, without measuring drift and evaluating. A verdict comes from "
-    "the rule that is stated with it, applied by a program to the data of these runs, never by hand. It is about "
-    "these models, tasks and budgets: small models trained from scratch, not the 30B models of the sources."
+    "of an exact test that flips signs (with 5 seeds it cannot come below .0625), both adjusted by Holm: over the "
+    "tests that decide a claim, over those shown besides, over all pairs of arms of a study. At one setting, all "
+    "arms sample equally many completions; CPU seconds of training are those of sampling, the old pass and the "
+    "updates, without measuring drift and evaluating. A verdict comes from the rule that is stated with it, applied "
+    "by a program to the data of these runs, never by hand. It is about these models, tasks and budgets: small "
+    "models trained from scratch, not the 30B models of the sources."
 )
 
 
