@@ -126,7 +126,7 @@ def in_band(effect: Effect, low: float, high: float) -> Judgement:
     if e.n < stats.CLAIM_RUNS:
         return too_few(effect)
     told = f"{effect.name} is {e}"
-    band = f"[{low:g}, {high:g}]"
+    band = f"[{low:.3g}, {high:.3g}]"
     if e.high < low or e.low > high:
         return Judgement(NOT_SUPPORTED, f"{told}, outside {band}")
     if effect.half_width > (high - low) / 2:

@@ -18,6 +18,7 @@ from moe_rl.claims.base import (
     finding,
     in_band,
 )
+from moe_rl.stats import CLAIM_RUNS, Estimate
 from moe_rl.store import Study
 
 LOW, HIGH = 30, 300
@@ -46,31 +47,40 @@ def judge(studies: Mapping[str, Study]) -> Finding:
         return Finding(NOT_TESTABLE, "study clipping lacks runs of grpo, or of gspo at the paper's bounds")
     settings = [paper, *(knobs for knobs in numbers.settings("gspo") if knobs != paper)]
     reward, *others = (_reward(numbers, knobs, plain) for knobs in settings)
-    ratios = [_ratio(numbers, knobs, plain) for knobs in settings]
+    logs = [_log_ratio(numbers, knobs, plain) for knobs in settings]
+    ratios = [_as_ratio(log) for log in logs]
     shares = [
         level_of(
-            f"{arm}: share of tokens clipped", numbers.of("clip_frac", arm=arm, knobs=k), numbers.at(k), tested=False
+            f"{arm}: share of tokens clipped",
+            numbers.of("clip_frac", arm=arm, knobs=k),
+            numbers.at(k),
+            tested=False,
         )
         for arm, k in [("grpo", plain), *(("gspo", knobs) for knobs in settings)]
     ]
-    notes = ["log10 of a ratio of 100 is 2; the paper's bounds were made for responses of thousands of tokens."]
-    return finding(_verdict(ratios[0], reward), [*ratios, reward, *with_holm(others), *shares], notes)
+    clipped = in_band(logs[0], math.log10(LOW), math.log10(HIGH))
+    if logs[0].estimate.n >= CLAIM_RUNS:
+        told = f"{ratios[0].name} is {ratios[0].estimate}, asked for are {LOW} to {HIGH}"
+        clipped = Judgement(clipped.verdict, told)
+    effects = [*ratios, reward, *with_holm(others), *shares]
+    notes = ["The paper's bounds were made for responses of thousands of tokens."]
+    return finding(all_of(clipped, above_zero(reward)), effects, notes)
 
 
-def _ratio(numbers: Numbers, knobs: str, plain: str) -> Effect:
+def _log_ratio(numbers: Numbers, knobs: str, plain: str) -> Effect:
     """log10 of clipped tokens, gspo over grpo; seeds in which one clips nothing have no logarithm."""
     gspo, grpo = (
         {seed: math.log10(share) for seed, share in numbers.of("clip_frac", arm=arm, knobs=k).items() if share > 0}
         for arm, k in (("gspo", knobs), ("grpo", plain))
     )
-    effect = contrast("log10 of clipped tokens, gspo over grpo", gspo, grpo, numbers.at(knobs, plain))
-    return Effect(effect.what, effect.estimate, effect.at)
+    return contrast("ratio of clipped tokens, gspo over grpo", gspo, grpo, numbers.at(knobs, plain))
+
+
+def _as_ratio(log: Effect) -> Effect:
+    e = log.estimate
+    return Effect(log.what, Estimate(10**e.value, 10**e.low, 10**e.high, e.n), log.at)
 
 
 def _reward(numbers: Numbers, knobs: str, plain: str) -> Effect:
     gspo, grpo = numbers.of("outcome", arm="gspo", knobs=knobs), numbers.of("outcome", arm="grpo", knobs=plain)
     return contrast("final reward, gspo minus grpo", gspo, grpo, numbers.at(knobs, plain))
-
-
-def _verdict(ratio: Effect, reward: Effect) -> Judgement:
-    return all_of(in_band(ratio, math.log10(LOW), math.log10(HIGH)), above_zero(reward))
