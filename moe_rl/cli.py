@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -24,11 +25,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
 USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, CheckpointError, RoutingError)
 
-sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher
+sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher and sweeper
 settings.register()
-ConfigStore.instance().store(
-    group="hydra/launcher", name="moe_rl", node={"_target_": "hydra_plugins.moe_rl_local.LocalLauncher"}
-)
+for group, node in {
+    "hydra/launcher": {"_target_": "hydra_plugins.moe_rl_local.LocalLauncher"},
+    "hydra/sweeper": BasicSweeperConf(_target_="hydra_plugins.moe_rl_local.LocalSweeper"),
+}.items():
+    ConfigStore.instance().store(group=group, name="moe_rl", node=node)
 
 
 def run_one(config: DictConfig, varied: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from moe_rl import cli, store
 
@@ -110,6 +111,21 @@ def test_bad_input_is_refused_in_one_line_before_anything_runs(arguments, tmp_pa
     assert re.search(REFUSED[arguments], err), err
     assert not list(tmp_path.glob("**/steps.jsonl"))
     assert not list(tmp_path.glob("**/weights.safetensors")), "refused only after the warm-up"
+
+
+def test_a_sweep_composes_the_config_of_each_run_once(tmp_path, monkeypatch, capsys):
+    """The last run is refused, so that none starts."""
+    composed, compose = [], ConfigLoaderImpl.load_sweep_config
+
+    def counted(loader, master_config, sweep_overrides):
+        composed.append(sweep_overrides)
+        return compose(loader, master_config, sweep_overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", counted)
+    code, _, err = train_here(monkeypatch, capsys, "-m", "seed=0,1", "steps=1,0", f"launch.results_dir={tmp_path}")
+    assert code == 2
+    assert "steps is 0" in err
+    assert [overrides[:2] for overrides in composed] == [["seed=0", "steps=1"], ["seed=0", "steps=0"]]
 
 
 def test_a_bad_line_of_a_data_file_is_named_by_number(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,8 @@
-"""Hydra finds launchers in the namespace package `hydra_plugins` only; this is moe_rl's part of it."""
+"""Hydra finds launchers and sweepers in the namespace package `hydra_plugins` only; this is moe_rl's part of it."""
 
 from collections.abc import Sequence
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -19,3 +20,11 @@ class LocalLauncher(Launcher):
 
         done = launch(self.context, self.config, job_overrides)
         return [JobReturn(overrides=overrides, status=JobStatus.COMPLETED) for overrides in done]
+
+
+class LocalSweeper(BasicSweeper):
+    """Hydra's own, which composes each run's config once instead of twice where the launcher checks them all anyway."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        if not isinstance(self.launcher, LocalLauncher):
+            super().validate_batch_is_legal(batch)
