@@ -294,7 +294,7 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
         *SMALL,
         "launch.jobs=3",
     ]
-    command = [c.replace("steps=2", "steps=30") if c == "steps=2" else c for c in command]
+    command = [c.replace("steps=2", "steps=10") if c == "steps=2" else c for c in command]
     sweep = subprocess.Popen(
         [sys.executable, TRAIN, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
