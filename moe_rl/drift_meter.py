@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moe_rl.drift import compare
 from moe_rl.flips import flip_terms
@@ -18,6 +17,9 @@ from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.soft_drift import router_state, soft_drift
 from moe_rl.traces import TraceWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

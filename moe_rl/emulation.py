@@ -10,14 +10,17 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from moe_rl.models.families import expert_modules, find_routers, require_routers, router_parameters
 from moe_rl.records import RoutingError
 from moe_rl.selection import Selection, around
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"same": None, "bfloat16": torch.bfloat16}
 E4M3_MAX = 448.0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moe_rl.drift import changed_experts
 from moe_rl.policy import response_logprobs
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.replaying import replay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()

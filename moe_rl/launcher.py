@@ -88,7 +88,7 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
     queue = list(waiting)
     # Runs are forked from a server that has imported everything once: seconds of a core saved for each of them.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["moe_rl.loop", "moe_rl.cli"])
+    processes.set_forkserver_preload(["moe_rl.loop", "moe_rl.cli", "transformers.modeling_utils"])
     try:
         with _environment(config.launch.threads), _interrupted_by_sigterm():
             while queue or running:

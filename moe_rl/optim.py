@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from moe_rl.models.families import expert_parameters, router_parameters
 from moe_rl.router_pressure import RouterPressure
@@ -79,6 +78,8 @@ class Optim:
         Call it after the cold start. RoutingError where weights must be told apart and the model has no routers, or
         experts that cannot be found.
         """
+        from transformers import get_scheduler
+
         optimizer = torch.optim.AdamW(
             self._groups(model), self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingTrace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LARGE_VOCABULARY = 32_768  # from here on the log probabilities are computed in pieces
 PIECE = 2**25  # logits a piece: 128 MiB in fp32

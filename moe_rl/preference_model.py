@@ -13,17 +13,19 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moe_rl import cold_start, weight_cache
 from moe_rl.policy import positions
 from moe_rl.records import Rollouts
 from moe_rl.tasks.base import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 REWARDS = {
     "verifier": "the task's own reward",

@@ -7,11 +7,10 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from moe_rl.corrections import NO_CORRECTION, Correction, router_shift, tails
 from moe_rl.policy import response_logprobs, routing_of
@@ -22,6 +21,9 @@ from moe_rl.reference import NO_KL, ReferenceKl, acting_as
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
 from moe_rl.store import QUANTILES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPLAYS = {
     "none": "every policy routes by itself",

@@ -1,7 +1,7 @@
 """experiments/bench.py: its table has what it says. Whether the numbers are good is not a matter for a test."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -109,22 +109,30 @@ def test_a_baseline_of_other_settings_is_refused_but_for_the_number_of_turns():
         check_baseline(settings, {"settings": {"size": "large", "cycles": 8}})
 
 
-def command(*options):
-    program = [sys.executable, "experiments/bench.py", "instrument"]
-    program += [f"--{name}={value}" for name, value in TINY.items()]
-    return subprocess.run([*program, *options], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(option, ...) -> exit code, stdout, stderr of experiments/bench.py instrument."""
+
+    def run(*options):
+        settings = [f"--{name}={value}" for name, value in TINY.items()]
+        monkeypatch.setattr(sys, "argv", ["bench.py", "instrument", *settings, *options])
+        with pytest.raises(SystemExit) as done:
+            runpy.run_path(str(Path(__file__).parent.parent / "experiments" / "bench.py"), run_name="__main__")
+        return done.value.code, *capsys.readouterr()
+
+    return run
 
 
-def test_the_command_writes_its_rows_and_fails_on_a_regression_only(tmp_path):
+def test_the_command_writes_its_rows_and_fails_on_a_regression_only(command, tmp_path):
     path = tmp_path / "rows.json"
-    done = command(f"--json={path}")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 10
+    code, out, err = command(f"--json={path}")
+    assert code == 0, err
+    assert len(out.splitlines()) == 10
     written = json.loads(path.read_text())
     assert len(written["rows"]) == 10
-    for before, code in ((100, 0), (0.01, 1)):  # baselines that no noise reaches
+    for before, expected in ((100, 0), (0.01, 1)):  # baselines that no noise reaches
         written["rows"] = [row | {"paired_ratio": before} for row in written["rows"][:8]]
         path.write_text(json.dumps(written))
-        done = command(f"--against={path}")
-        assert done.returncode == code, done.stderr
-        assert ("paired_ratio 1.000, was 0.010" in done.stderr) == bool(code)
+        code, _, err = command(f"--against={path}")
+        assert code == expected, err
+        assert ("paired_ratio 1.000, was 0.010" in err) == bool(expected)

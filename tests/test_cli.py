@@ -1,11 +1,13 @@
 """The command line as a user types it: what is refused, in one line, and what a sweep leaves behind."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,20 @@ def train_here(monkeypatch, capsys, *arguments):
     return code, out.out, out.err
 
 
-def train(*arguments, check=True):
+def train(*arguments):
+    """What the entry point printed, from a process of its own."""
     done = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def launch(*arguments):
+    """What a sweep printed that was launched from this process; its runs have processes of their own."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [TRAIN, "-m", *arguments])
+        cli.train()
+    return out.getvalue()
 
 
 REFUSED = {
@@ -176,14 +188,13 @@ def sweep(tmp_path_factory):
     """Two arms, two seeds, one learning rate that diverges: a study of four runs, run once."""
     results = tmp_path_factory.mktemp("results")
     arguments = [
-        "-m",
         "study_name=s",
         "arm=grpo_routing_replay,gspo",
         "seed=0,1",
         f"launch.results_dir={results}",
         *SMALL,
     ]
-    return results, arguments, train(*arguments)
+    return results, arguments, launch(*arguments)
 
 
 def test_a_sweep_leaves_every_run_finished_with_all_tables(sweep):
@@ -194,7 +205,7 @@ def test_a_sweep_leaves_every_run_finished_with_all_tables(sweep):
     assert len(study.steps) == 4 * 3
     assert len(study.updates) == 4 * 4
     assert len(study.drift) == 4 * 4 * 5
-    assert "4 runs, 0 of them finished before" in done.stdout
+    assert "4 runs, 0 of them finished before" in done
     assert set(p.name for p in results.iterdir()) == {"s", ".cache"}
 
 
@@ -210,9 +221,9 @@ def test_seeds_are_paired_same_prompts_same_start(sweep):
 def test_a_second_launch_recomputes_nothing(sweep):
     results, arguments, _ = sweep
     before = {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")}
-    done = train(*arguments)
+    done = launch(*arguments)
     assert {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")} == before
-    assert "4 runs, 4 of them finished before" in done.stdout
+    assert "4 runs, 4 of them finished before" in done
 
 
 def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch, capsys):
@@ -221,7 +232,7 @@ def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("clip_low: 0.", "clip_low: 0.1"))
     try:
-        code, _, err = train_here(monkeypatch, capsys, *arguments)
+        code, _, err = train_here(monkeypatch, capsys, "-m", *arguments)
         assert code == 2
         assert "another config: arm.policy_loss.clip_low" in err
     finally:
@@ -230,7 +241,7 @@ def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch
 
 def test_a_run_alone_gives_the_same_numbers_as_in_the_sweep(sweep, tmp_path):
     results, arguments, _ = sweep
-    alone = [a for a in arguments if not a.startswith(("-m", "arm=", "seed=", "launch."))]
+    alone = [a for a in arguments if not a.startswith(("arm=", "seed=", "launch."))]
     train("arm=gspo", "seed=1", f"launch.results_dir={tmp_path}", *alone)
     (one,), (two,) = tmp_path.glob("s/gspo/*/seed_1"), results.glob("s/gspo/*/seed_1")
     for table in ("updates", "drift"):
@@ -263,9 +274,9 @@ def test_the_runs_of_a_sweep_read_the_configs_of_the_launch_wherever_results_go(
         folder.mkdir(parents=True)
     (own / "arm" / "mine.yaml").write_text("defaults: [schema, {/policy_loss@policy_loss: gspo}]\nreplay: none\n")
     (more / "task" / "short.yaml").write_text("defaults: [sort_digits, _self_]\nlength: 3\n")
-    flags = ["-m", "--config-dir", str(own), f"hydra.searchpath=[file://{more}]"]
+    flags = ["--config-dir", str(own), f"hydra.searchpath=[file://{more}]"]
     quoted = str(results).replace("'", "\\'")
-    train(*flags, *SMALL, "arm=mine", "task=short", "steps=1", f"launch.results_dir='{quoted}'", "launch.jobs=1")
+    launch(*flags, *SMALL, "arm=mine", "task=short", "steps=1", f"launch.results_dir='{quoted}'", "launch.jobs=1")
     study = store.read_study(results / "playground")
     assert study.runs["state"].tolist() == ["finished"]
     assert (study.runs["arm"][0], study.steps["response_length"].notna().any()) == ("gspo", True)
@@ -275,9 +286,7 @@ def test_the_runs_of_a_sweep_read_the_main_config_of_the_launch(tmp_path):
     """Else they would train by the default settings, in the folders of the launch's."""
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 7\nsteps: 1\n")
     small = [setting for setting in SMALL if not setting.startswith("steps=")]
-    train(
-        "-m", "--config-dir", str(tmp_path), "--config-name", "mine", *small, f"launch.results_dir={tmp_path}/results"
-    )
+    launch("--config-dir", str(tmp_path), "--config-name", "mine", *small, f"launch.results_dir={tmp_path}/results")
     study = store.read_study(tmp_path / "results" / "playground")
     assert study.runs["seed"].tolist() == [7]
     assert study.runs["steps"].tolist() == [1]
@@ -311,8 +320,8 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     assert "seed=1" in err
     assert "killed by signal 9" in err
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished", "cut_off", "finished"]
-    done = train(*command)
-    assert "3 runs, 2 of them finished before" in done.stdout
+    done = launch(*command[1:])
+    assert "3 runs, 2 of them finished before" in done
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished"] * 3
 
 
@@ -332,12 +341,12 @@ def test_a_launch_ended_by_sigterm_takes_its_runs_along_and_goes_on_when_launche
         time.sleep(0.1)
     (run,) = tmp_path.glob("k/grpo/*/seed_0")
     assert store.state_of(run) == "cut_off"
-    train(*command)
+    launch(*command[1:])
     assert store.state_of(run) == "finished"
 
 
 def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
-    train("-m", "study_name=d", "arm=grpo", "seed=0", "optim.lr=1e-3,1e30", f"launch.results_dir={tmp_path}", *SMALL)
+    launch("study_name=d", "arm=grpo", "seed=0", "optim.lr=1e-3,1e30", f"launch.results_dir={tmp_path}", *SMALL)
     runs = store.read_study(tmp_path / "d").runs.set_index("knobs").state
     assert sorted(runs) == ["diverged", "finished"]
     assert [state for knobs, state in runs.items() if "1e+30" in knobs] == ["diverged"]

@@ -7,13 +7,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Self
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Self
 
 from moe_rl.emulation import DTYPES, emulated
 from moe_rl.records import Rollouts
 from moe_rl.tasks.base import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

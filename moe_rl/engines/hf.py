@@ -6,22 +6,19 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.engines.base import Engine
 from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.tasks.base import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,6 @@ import dataclasses
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
 
 from moe_rl.records import RoutingError
 
@@ -132,6 +130,9 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _router_classes(model: nn.Module) -> tuple[type, ...]:
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
+
     classes: list[type] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
