@@ -1,6 +1,7 @@
 """A run's state after a step, in one file: what a run that was cut off needs to go on bit for bit.
 
-Weights, optimizer moments, the schedule, and the routing at the start that drift is measured against; no generator:
+Weights, optimizer moments, the schedule, the routing at the start that drift is measured against, a reference policy
+and a critic where there is one; no generator:
 random choices are a function of (seed, purpose, step).
 One safetensors file, replaced atomically, with a digest: it is whole or it is refused. No pickle.
 """
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_rl import weight_cache
 
-FORMAT = "2"
+FORMAT = "3"
 
 
 class CheckpointError(RuntimeError):

@@ -66,7 +66,9 @@ def print_step(row: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path=settings.config_folder(), config_name="config")
 def _main(config: DictConfig) -> None:
     try:
-        run_one(config, settings.knobs(config, HydraConfig.get().overrides.task))
+        overrides = HydraConfig.get().overrides.task
+        settings.settle(config, overrides)
+        run_one(config, settings.knobs(config, overrides))
     except USER_ERRORS as error:
         fail(str(error))  # here already: Hydra would print a line of its own before ours
 

@@ -17,6 +17,7 @@ from moe_rl import discovery
 from moe_rl.advantage import ADVANTAGES
 from moe_rl.cold_start import ColdStart
 from moe_rl.corrections import NO_CORRECTION, Correction
+from moe_rl.critic import NO_CRITIC, CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.models.build import Checkpoint, Tiny
@@ -37,7 +38,13 @@ SUFFIXES = {
 }
 
 
-SETTINGS = {"optim": Optim, "drift": DriftSettings, "cold_start": ColdStart, "preference_model": Preferences}
+SETTINGS = {
+    "optim": Optim,
+    "drift": DriftSettings,
+    "cold_start": ColdStart,
+    "preference_model": Preferences,
+    "critic": CriticSettings,
+}
 
 
 class ConfigError(ValueError):
@@ -90,6 +97,7 @@ class Config:
     reward: str = "verifier"
     eval_prompts: int = 128
     eval_every: int = 5
+    lr_of_arm: dict[str, float] = dataclasses.field(default_factory=dict)
     arm: Any = "???"
     model: Any = "???"
     router: Any = "???"
@@ -99,6 +107,7 @@ class Config:
     drift: Any = "???"
     cold_start: Any = "???"
     preference_model: Any = "???"
+    critic: Any = "???"
     launch: Any = "???"
 
 
@@ -152,6 +161,7 @@ class Experiment:
     overlong_buffer: int = 0
     reward: str = "verifier"
     preference_model: Preferences = NO_PREFERENCES
+    critic: CriticSettings = NO_CRITIC
 
     @property
     def label(self) -> str:
@@ -187,7 +197,7 @@ def register() -> None:
 # -------------------------------------------------------------------------------------------------------------- objects
 def build(config: DictConfig) -> Experiment:
     """Settings as objects, checked. ConfigError with one line for values that cannot work."""
-    values = {str(key): value for key, value in config.items() if key not in ("arm", "launch")}
+    values = {str(key): value for key, value in config.items() if key not in ("arm", "launch", "lr_of_arm")}
     for group in ("model", "router", "task", "engine", *SETTINGS):
         values[group] = _instantiate(group, config[group])
     with settings_of("arm"):
@@ -207,6 +217,22 @@ def build(config: DictConfig) -> Experiment:
     )
     _check(experiment)
     return experiment
+
+
+def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
+    """`build`, after the arm got its own learning rate where the study gives each arm one: lr_of_arm, by label.
+
+    Changes `config`. overrides: what Hydra was given for this run. ConfigError also for an arm without a rate.
+    """
+    experiment, rates = build(config), dict(config.lr_of_arm)
+    if not rates:
+        return experiment
+    if any(override.partition("=")[0].lstrip("+") == "optim.lr" for override in overrides):
+        raise ConfigError("optim.lr is given and the study gives each arm its own, lr_of_arm; leave one of them out")
+    if experiment.label not in rates:
+        raise ConfigError(f"lr_of_arm has no rate for {experiment.label}; add +lr_of_arm.{experiment.label}=<lr>")
+    config.optim.lr, config.lr_of_arm = rates[experiment.label], {}
+    return build(config)
 
 
 def _instantiate(name: str, node: DictConfig) -> Any:
@@ -241,6 +267,16 @@ def _check(e: Experiment) -> None:
         raise ConfigError(f"reward is {e.reward!r}; choose one of {', '.join(REWARDS)}")
     if e.advantage not in ADVANTAGES:
         raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
+    if e.advantage == "gae" and not e.policy_loss.token_advantages:
+        raise ConfigError(
+            f"arm.advantage=gae gives each token an advantage of its own, {type(e.policy_loss).__name__} takes one a "
+            f"sequence; choose {type(e.policy_loss).advantage}, or a loss such as ppo or gspo_token"
+        )
+    if e.policy_loss.advantage == "gae" and e.advantage != "gae":
+        raise ConfigError(
+            f"{type(e.policy_loss).__name__} takes its advantages from a critic and arm.advantage={e.advantage} has "
+            "none; set arm.advantage=gae, or choose dapo, the same loss without a critic"
+        )
     if e.replay not in REPLAYS:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
     if not 0 <= e.replay_threshold < math.inf:

@@ -18,7 +18,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_rl import cli
-from moe_rl.config import ConfigError, build, identity, knobs
+from moe_rl.config import ConfigError, identity, knobs, settle
 from moe_rl.progress import Board
 from moe_rl.store import DONE, check_config, read_json, run_folder, state_of
 
@@ -61,7 +61,7 @@ def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) ->
     with open_dict(config):
         config.pop("hydra", None)
     try:
-        experiment = build(config)
+        experiment = settle(config, overrides)
     except ConfigError as error:
         raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     results, varied = config.launch.results_dir, knobs(config, overrides)
@@ -125,8 +125,12 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """What the runs find in their environment; it is read when they import torch."""
+    """What the runs find in their environment; it is read when they import torch.
+
+    They import from where this process did: the fork server would else look into the present folder first.
+    """
     own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    own |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:
@@ -160,6 +164,6 @@ def _judge(run: Run) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that says something; of an error's message, its first line."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "nothing was logged")
+    return next((line for line in reversed(lines) if line.strip() and not line[0].isspace()), "nothing was logged")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import math
-import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -14,29 +12,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moe_rl import checkpoint, preference_model
+from moe_rl import checkpoint
 from moe_rl.advantage import equal_group_share, group_advantages
-from moe_rl.cold_start import lay_out, warm_up
-from moe_rl.config import ConfigError, Experiment, settings_of
+from moe_rl.assembly import EVAL_SEED, build_critic, build_judge, build_meter, build_policy, facts, noise
+from moe_rl.config import Experiment
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
-from moe_rl.drift_meter import DriftMeter
 from moe_rl.journal import Journal
 from moe_rl.models.families import find_routers
-from moe_rl.noise_floor import noise_floor
 from moe_rl.preference_model import PreferenceModel
-from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.reference import snapshot
-from moe_rl.routers.base import changes_routing, install
+from moe_rl.routers.base import changes_routing
 from moe_rl.shaping import equal_groups, overlong_penalty, replace_equal_groups
 from moe_rl.store import RunWriter
-from moe_rl.tasks.base import overlap
-from moe_rl.update import MiniBatch, make_deterministic, old_pass, split_rows, take_update
+from moe_rl.update import MiniBatch, old_pass, split_rows, take_update
 
 FIRST_EXTRA_ITEM = 5 * 10**8  # prompts of dynamic sampling's further rounds: no step's own, nor the cold start's
-REFERENCE = "reference."
-EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
 
 
 def derive_seed(seed: int, purpose: str, step: int) -> int:
@@ -68,24 +60,30 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
     judge, judged = build_judge(e, cache_dir)
+    critic = build_critic(e, model)
     reference = snapshot(model) if e.kl.on else None
     if writer.resumes:
         progress, kept = checkpoint.load(writer.checkpoint, model, optimizer, schedule)
         journal.go_on(progress)
-        start, reference = split_kept(kept)
-        drift.resume(start)
+        drift.resume(part_of(kept, "drift"))
+        reference = part_of(kept, "reference") or None
+        if critic is not None:
+            critic.resume(part_of(kept, "critic"))
     else:
         writer.describe(**facts(e, model), cold_start=warmth, **judged, noise_floor=noise(drift))
         yield journal.end_step({"step": 0, **evaluate(e, model, tokenizer, 0)}, None)
     for step in range(journal.progress["step"] + 1, e.steps + 1):
         journal.begin_step()
         rollouts, sampled = sample_step(e, model, tokenizer, judge, step)
-        advantages_B = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.advantage)
         journal.lap("rollout_s")
+        if critic is None:
+            advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.advantage)
+        else:
+            advantages, returns_BT = critic.judge(rollouts, e.micro_batch)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         keep_logits = e.optim.router_kl > 0 or e.correction.needs_routers
         batches = old_pass(
-            model, rollouts, advantages_B, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits, reference
+            model, rollouts, advantages, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits, reference
         )
         journal.lap("old_pass_s")
         drift.begin_step(step, rollouts)
@@ -104,6 +102,9 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
                 e.optim.pressure,
                 e.kl,
             )
+            if critic is not None:
+                returns = returns_BT[rows[number - 1]].split([len(part) for part in batch.parts])
+                update |= critic.learn(batch.parts, returns, e.optim.max_grad_norm)
             after_update(e, model)
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})
@@ -117,132 +118,22 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
             row |= evaluate(e, model, tokenizer, step)
         yield journal.end_step(row, drift.slot_change)
         if e.launch.checkpoint_every and step % e.launch.checkpoint_every == 0:
-            checkpoint.save(
-                writer.checkpoint, model, optimizer, schedule, journal.progress, kept_state(drift, reference)
-            )
+            parts = {"drift": drift.state(), "reference": reference or {}, "critic": critic.state() if critic else {}}
+            checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress, joined(parts))
     if e.launch.keep_policy:
         model.save_pretrained(writer.folder / "policy")
         tokenizer.save_pretrained(writer.folder / "policy")
     return journal.finished()
 
 
-def kept_state(drift: DriftMeter, reference: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps beside the policy: the drift meter's start and the reference policy, if there is one."""
-    return drift.state() | {f"{REFERENCE}{name}": tensor for name, tensor in (reference or {}).items()}
+def joined(kept: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of several parts under one roof, as `part.name`."""
+    return {f"{part}.{name}": tensor for part, tensors in kept.items() for name, tensor in tensors.items()}
 
 
-def split_kept(kept: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
-    """The reverse: (the drift meter's start, the reference policy or None)."""
-    reference = {name.removeprefix(REFERENCE): x for name, x in kept.items() if name.startswith(REFERENCE)}
-    return {name: x for name, x in kept.items() if not name.startswith(REFERENCE)}, reference or None
-
-
-def build_policy(
-    e: Experiment, cache_dir: str, warm: bool = True
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """The policy after its cold start, with the router variant in place; the third is what the cold start was like.
-
-    warm=False leaves the cold start out: a checkpoint's weights will replace it.
-    """
-    torch.set_num_threads(e.launch.threads)
-    with settings_of("model"):
-        model, tokenizer = e.model.build(e.seed)
-    if not find_routers(model) and needs_routers(e):
-        raise ConfigError(
-            f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
-            "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0, arm.correction=none and engine.router_noise=0"
-        )
-    install(model, e.router)
-    with settings_of("task"):
-        check_lengths(e, model, tokenizer)
-    settings = e.cold_start if warm else dataclasses.replace(e.cold_start, steps=0)
-    warmth = warm_up(model, tokenizer, e.task, settings, e.seed, cache_dir, forward_facts(e))
-    model.to(e.launch.device)
-    if e.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    make_deterministic(model)
-    return model, tokenizer, warmth
-
-
-def needs_routers(e: Experiment) -> bool:
-    """Whether some setting makes no sense on a dense model."""
-    settings = e.optim.needs_routers or e.correction.needs_routers or e.engine.router_noise > 0
-    return e.replay != "none" or changes_routing(e.router) or settings
-
-
-def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
-    """What run.json says: the label, the sizes that every figure of drift needs, and where it ran."""
-    sites = find_routers(model)
-    train = e.task.examples("train", e.prompts * e.steps, e.seed)
-    return {
-        "label": e.label,
-        "advantage": e.advantage,
-        "replay": e.replay,
-        "old_logprobs": e.old_logprobs,
-        "correction": e.correction.kind,
-        "reward_from": e.reward,
-        "kl": e.kl.coefficient,
-        "num_layers": len(sites),
-        "num_experts": max((site.num_experts for site in sites), default=0),
-        "top_k": sites[0].top_k if sites else 0,
-        "updates_per_step": e.updates,
-        "steps": e.steps,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "model_class": type(model).__name__,
-        "eval_overlap": overlap(train, e.task.examples("eval", e.eval_prompts, EVAL_SEED)),
-        **provenance(),
-    }
-
-
-def forward_facts(e: Experiment) -> dict[str, str]:
-    """What decides the warm-up and cannot be seen on the model: the router variant, its settings and its code."""
-    if not changes_routing(e.router):
-        return {}
-    return {"router": repr(e.router), "router_source": inspect.getsource(sys.modules[type(e.router).__module__])}
-
-
-def check_lengths(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ConfigError, before anything is trained, for answers that cannot be given or prompts that cannot be read."""
-    examples = e.task.examples("train", 256, e.seed) + e.task.examples("eval", min(256, e.eval_prompts), EVAL_SEED)
-    longest = max(len(tokenizer(x.answer, add_special_tokens=False)["input_ids"]) for x in examples) + 1
-    if longest > e.engine.max_new_tokens:
-        raise ConfigError(
-            f"answers have up to {longest} tokens with the end-of-sequence token, responses at most "
-            f"{e.engine.max_new_tokens}; set engine.max_new_tokens={longest} or more"
-        )
-    width = max(len(tokenizer(x.prompt, add_special_tokens=False)["input_ids"]) for x in examples)
-    limit = model.config.get_text_config().max_position_embeddings
-    if width + e.engine.max_new_tokens > limit:
-        raise ConfigError(
-            f"a prompt of {width} tokens and {e.engine.max_new_tokens} new ones exceed the model's {limit} positions; "
-            "shorten the prompts, or lower engine.max_new_tokens"
-        )
-
-
-def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DriftMeter:
-    """The drift meter; of a dense model it measures nothing. Its probe: evaluation prompts with their right answers."""
-    examples = e.task.examples("eval", max(1, e.drift.probe), EVAL_SEED)
-    tokens, attention, _ = lay_out(tokenizer, examples, [example.answer for example in examples])
-    settings = e.drift if find_routers(model) else dataclasses.replace(e.drift, every=0)
-    return DriftMeter(model, settings, (tokens.to(model.device), attention.to(model.device)))
-
-
-def noise(drift: DriftMeter) -> dict[str, float]:
-    """Slot change of the probe when only the way of computing changes: the floor below which drift means nothing."""
-    if drift.probe is None:
-        return {}
-    rows = noise_floor(drift.model, drift.probe.tokens_BS, drift.probe.attention_BS)
-    return {row["check"]: sum(row["slot_change"]) / len(row["slot_change"]) for row in rows}
-
-
-def build_judge(e: Experiment, cache_dir: str) -> tuple[PreferenceModel | None, dict[str, Any]]:
-    """The learned reward, if that is what is trained on, and what run.json says of it."""
-    if e.reward != "preference_model":
-        return None, {}
-    model, tokenizer = e.model.build(e.seed)
-    with settings_of("preference_model"):
-        judge, told = preference_model.build(model, tokenizer, e.task, e.preference_model, e.seed, cache_dir)
-    return judge.to(e.launch.device), {"preference_model": told}
+def part_of(kept: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    """The reverse, for one of the parts."""
+    return {name.removeprefix(f"{part}."): x for name, x in kept.items() if name.startswith(f"{part}.")}
 
 
 def sample_step(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moe_rl import cold_start, weight_cache
 from moe_rl.policy import positions
 from moe_rl.records import Rollouts
+from moe_rl.scalar_model import ScalarModel
 from moe_rl.tasks.base import Example, Task
 
 if TYPE_CHECKING:
@@ -68,33 +69,21 @@ class Preferences:
 NO_PREFERENCES = Preferences()
 
 
-class PreferenceModel(nn.Module):
-    """The policy's backbone with a scalar head on the last real token."""
+class PreferenceModel(ScalarModel):
+    """The score of the last real token."""
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.backbone = model.base_model
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        super().__init__(model)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("deviation", torch.ones(()))
 
     def forward(self, tokens_BS: Tensor, attention_BS: Tensor) -> Tensor:
         """Scores [B], fp32, with gradient; only their differences mean something."""
-        hidden_BSH = self.backbone(
-            input_ids=tokens_BS,
-            attention_mask=attention_BS.long(),
-            position_ids=positions(attention_BS),
-            use_cache=False,
-        ).last_hidden_state
         last_B = positions(attention_BS).argmax(1)
-        rows_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
-        scores_B: Tensor = self.head(hidden_BSH[rows_B, last_B].float()).squeeze(-1)
-        return scores_B
+        return self.scores(tokens_BS, attention_BS).gather(1, last_B[:, None]).squeeze(1)
 
     @torch.no_grad()
     def reward(self, rollouts: Rollouts) -> Tensor:
@@ -116,7 +105,7 @@ def build(
 
     facts: accuracy on the held-out pairs, loss of the last tenth of training (nats a pair), pairs trained on.
     """
-    own = {"preference_model": inspect.getsource(sys.modules[__name__])}
+    own = {module: inspect.getsource(sys.modules[module]) for module in (__name__, ScalarModel.__module__)}
     key = cold_start.cache_key(cold_start.determinants(model, tokenizer, task, settings, seed, own))
     judge, root = PreferenceModel(model).eval(), Path(cache_dir)
     with weight_cache.locked(root, key):

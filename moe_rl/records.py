@@ -249,7 +249,7 @@ class PolicyBatch:
     """What a policy loss sees.
 
     logprobs_BT: of the response tokens under the new policy, nats, with gradient. old_logprobs_BT: under the old one.
-    mask_BT: True on response tokens. advantages_B: one a sequence.
+    mask_BT: True on response tokens. advantages: one a sequence [B], or from a critic one a token [B, T].
     num_sequences, num_tokens: sequences with a response and response tokens of the whole mini-batch, of which this
         batch may be a part: a loss divides by these, so that micro-batches add up to the mini-batch.
     """
@@ -257,15 +257,27 @@ class PolicyBatch:
     logprobs_BT: Tensor
     old_logprobs_BT: Tensor
     mask_BT: Tensor
-    advantages_B: Tensor
+    advantages: Tensor
     num_sequences: int
     num_tokens: int
 
+    @property
+    def advantages_BT(self) -> Tensor:  # noqa: N802 (the shape's suffix)
+        """The advantage of each token."""
+        return self.advantages if self.advantages.dim() == 2 else self.advantages[:, None].expand(self.mask_BT.shape)
+
+    @property
+    def advantages_B(self) -> Tensor:  # noqa: N802
+        """The advantage of each sequence; ValueError where its tokens have different ones."""
+        if self.advantages.dim() == 2:
+            raise ValueError("the loss takes one advantage a sequence and a critic gives one a token; choose another")
+        return self.advantages
+
     @classmethod
-    def whole(cls, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor) -> PolicyBatch:
+    def whole(cls, logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, advantages: Tensor) -> PolicyBatch:
         """A batch that is a mini-batch of its own."""
         mask_BT = mask_BT.bool()
-        return cls(logprobs_BT, old_logprobs_BT, mask_BT, advantages_B, int(mask_BT.any(1).sum()), int(mask_BT.sum()))
+        return cls(logprobs_BT, old_logprobs_BT, mask_BT, advantages, int(mask_BT.any(1).sum()), int(mask_BT.sum()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
 def old_pass(
     model: PreTrainedModel,
     rollouts: Rollouts,
-    advantages_B: Tensor,
+    advantages: Tensor,
     rows: list[Tensor],
     micro_batch: int,
     replayed: str,
@@ -102,15 +102,16 @@ def old_pass(
 ) -> list[MiniBatch]:
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
-    micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one of REPLAYS. old_logprobs: one of
-    OLD_LOGPROBS. keep_logits: see `look`. The first mini-batch needs no pass where its own training forwards, which are
-    still the old policy's, say the same: where they route live and nothing is to be recorded. `take_update` notes it.
+    advantages: [B], or [B, T] from a critic. micro_batch: sequences a forward, 0 for a whole mini-batch. replayed: one
+    of REPLAYS. old_logprobs: one of OLD_LOGPROBS. keep_logits: see `look`. The first mini-batch needs no pass where its
+    own training forwards, which are still the old policy's, say the same: where they route live and nothing is to be
+    recorded. `take_update` notes it.
     reference: weights of the reference policy, whose log probabilities are noted too; it routes live.
     """
     batches = []
     for rows_of_update in rows:
         parts = rows_of_update.split(micro_batch or len(rows_of_update))
-        cut = [rollouts[part] for part in parts], [advantages_B[part] for part in parts]
+        cut = [rollouts[part] for part in parts], [advantages[part] for part in parts]
         batches.append(MiniBatch(*cut, from_engine=old_logprobs == "engine"))
     tells_itself = replayed in ("none", "old_policy") and rollouts.routing is None and not keep_logits
     for batch in batches[1:] if tells_itself else batches:
@@ -189,7 +190,7 @@ def take_update(
     log_ratios, clipped, kept, total = [], [], [], 0.0
     extras: dict[str, float] = collections.defaultdict(float)
     optimizer.zero_grad(set_to_none=True)
-    for number, (part, advantages_B) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
+    for number, (part, advantages) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
         replays = replayed != "none" and not first
         with replay(model, batch.routing[number], threshold) if replays else contextlib.nullcontext() as replaying:
             watched = pressure.on or correction.needs_routers
@@ -202,7 +203,7 @@ def take_update(
             logprobs_BT = correction.apply(
                 logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT, shift_BT
             )
-            output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages_B, num_sequences, num_tokens))
+            output = loss(PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages, num_sequences, num_tokens))
             objective = output.loss
             if kl.on:
                 reference_BT = batch.reference[number] if batch.reference else None

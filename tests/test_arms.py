@@ -59,9 +59,9 @@ def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
         rollouts[-1].rewards_B.copy_(torch.linspace(0, 1, len(rollouts[-1])).pow(2))
         return rollouts[-1]
 
-    def old_pass(model, rollouts, advantages_B, *rest):
-        steps.append((rollouts.rewards_B.numpy(), rollouts.group_ids_B.numpy(), advantages_B.tolist()))
-        return passed(model, rollouts, advantages_B, *rest)
+    def old_pass(model, rollouts, advantages, *rest):
+        steps.append((rollouts.rewards_B.numpy(), rollouts.group_ids_B.numpy(), advantages.tolist()))
+        return passed(model, rollouts, advantages, *rest)
 
     passed = loop.old_pass
     monkeypatch.setattr(loop, "sample", sample)
@@ -79,6 +79,9 @@ def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
     rounding = 1e-6 if run["old_logprobs"] == "engine" else 0.0  # generate and a whole forward add in other orders
     assert all((row["log_w_sd"] <= rounding) == (row["update"] == 1) for row in updates)
     assert all((x.routing is not None) == (wanted["replay"] == "rollout") for x in rollouts)
+    if run["advantage"] == "gae":  # those of a critic: see test_critic.py
+        assert all("value_loss" in row for row in updates)
+        return
     for rewards, groups, advantages in steps:
         assert advantages == pytest.approx(by_hand(rewards, groups, run["advantage"]), rel=1e-5)
 

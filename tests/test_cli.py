@@ -88,6 +88,11 @@ REFUSED = {
     "overlong_buffer=13": "overlong_buffer is 13 and responses have at most 12 tokens",
     "reward=best": "'best'; choose one of verifier, preference_model",
     "preference_model.held_out=0": "preference_model.held_out is 0; set it to 1 or more",
+    "arm=ppo arm.advantage=group_std": "Ppo takes its advantages from a critic and arm.advantage=group_std has none",
+    "arm=gspo arm.advantage=gae": "gae gives each token an advantage of its own, Gspo takes one a sequence",
+    "arm=gspo +lr_of_arm.grpo=1e-3": "lr_of_arm has no rate for gspo; add",
+    "optim.lr=1e-3 +lr_of_arm.grpo=1e-3": "optim.lr is given and the study gives each arm its own",
+    "critic.lr=0": "critic.lr is 0.0; set it above 0",
     "arm.kl=-1": "arm.kl is -1.0; set it to 0 or more",
     "arm.kl=0.1 arm.kl_estimator=k4": "'k4'; choose one of k1, k2, k3",
     "arm=grpo_tis arm.correction_cap=0": "arm.correction_cap is 0.0; set it above 0",
@@ -307,10 +312,10 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     sweep = subprocess.Popen(
         [sys.executable, TRAIN, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 600
     pid = None
-    while pid is None and time.monotonic() < deadline:
+    while pid is None:
         time.sleep(0.1)
+        assert sweep.poll() is None, sweep.stderr.read()
         for path in tmp_path.glob("k/grpo/*/seed_1/status.json"):
             status = json.loads(path.read_text())
             pid = status["pid"] if status.get("step") else None
@@ -328,10 +333,13 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
 def test_a_launch_ended_by_sigterm_takes_its_runs_along_and_goes_on_when_launched_again(tmp_path):
     command = ["-m", "study_name=k", "arm=grpo", "seed=0", f"launch.results_dir={tmp_path}", *SMALL, "steps=8"]
     command.remove("steps=2")
-    sweep = subprocess.Popen([sys.executable, TRAIN, *command])
-    deadline, status = time.monotonic() + 300, {}
-    while not status.get("step") and time.monotonic() < deadline:
+    elsewhere = tmp_path / "elsewhere"  # launched from a folder with another moe_rl: it is none of ours
+    (elsewhere / "moe_rl").mkdir(parents=True)
+    (elsewhere / "moe_rl" / "__init__.py").write_text("raise SystemExit('the wrong moe_rl')")
+    sweep, status = subprocess.Popen([sys.executable, TRAIN, *command], cwd=elsewhere), {}
+    while not status.get("step"):
         time.sleep(0.1)
+        assert sweep.poll() is None
         for path in tmp_path.glob("k/grpo/*/seed_0/status.json"):
             status = json.loads(path.read_text())
     sweep.terminate()
@@ -343,6 +351,15 @@ def test_a_launch_ended_by_sigterm_takes_its_runs_along_and_goes_on_when_launche
     assert store.state_of(run) == "cut_off"
     launch(*command[1:])
     assert store.state_of(run) == "finished"
+
+
+def test_each_arm_gets_its_own_learning_rate_and_it_names_no_setting(tmp_path):
+    rates = ["+lr_of_arm.grpo=1e-3", "+lr_of_arm.gspo=2e-3"]
+    launch("study_name=t", "arm=grpo,gspo", *rates, f"launch.results_dir={tmp_path}", *SMALL)
+    study = store.read_study(tmp_path / "t")
+    assert dict(zip(study.runs.arm, study.setting("optim.lr"), strict=True)) == {"grpo": 1e-3, "gspo": 2e-3}
+    assert study.updates.groupby("arm").lr.max().to_dict() == {"grpo": 1e-3, "gspo": 2e-3}
+    assert study.runs.knobs.nunique() == 1
 
 
 def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):

@@ -186,6 +186,25 @@ def policy_gradient(loss, mask, advantages):
     return -(advantages[:, None] * mask) / count
 
 
+def test_each_token_may_have_an_advantage_of_its_own_where_the_loss_says_so(loss):
+    """At ratio 1 the gradient is -A_it; one token without advantage changes no other token's."""
+    new, _, mask, _ = random_batch()
+    advantages = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    advantages[:, 0] = 0
+    if not loss.token_advantages:
+        with pytest.raises(ValueError, match="one advantage a sequence and a critic gives one a token"):
+            evaluate(loss, new, new, mask, advantages)
+        return
+    _, grad, _ = evaluate(loss, new, new, mask, advantages)
+    unit = policy_gradient(loss, mask, -torch.ones(len(mask), dtype=torch.float64))
+    assert torch.allclose(grad, -advantages * unit, atol=1e-12, rtol=0)
+    old = new + 0.05
+    _, grad, _ = evaluate(bounded(loss, 0.9, 9.0), new, old, mask, advantages)
+    advantages[:, 0] = 1.0
+    _, other, _ = evaluate(bounded(loss, 0.9, 9.0), new, old, mask, advantages)
+    assert torch.allclose(grad[:, 1:], other[:, 1:], atol=1e-14, rtol=0)
+
+
 @pytest.fixture(params=LOSSES, ids=str)
 def loss(request):
     return LOSSES[request.param]()

@@ -34,7 +34,7 @@ ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
 
 
 # Columns of settings that have something to say there.
-SOMETIMES = {"replay_kept", "balance_loss", "router_kl", "reference_kl"}
+SOMETIMES = {"value_loss", "explained_variance", "replay_kept", "balance_loss", "router_kl", "reference_kl"}
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):

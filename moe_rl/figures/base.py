@@ -88,6 +88,7 @@ FIELD = {  # the other arms of conf/arm
     "grpo_sequence_mask": Look("#997700", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$M$"),
     "grpo_kl": Look("#0E7490", (0, (1.2, 1.2)), "$K$"),
     "gmpo_rspo": Look("#7F7F00", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$S$"),
+    "ppo": Look("#C2185B", (0, (3, 1.2)), "$P$"),
     "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
 }
 SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")

@@ -23,12 +23,14 @@ class PolicyLoss(abc.ABC):
     ratio: whose importance ratio weighs a token's gradient: its own, its whole sequence's, or none.
     reduction: sequence_mean: mean over sequences of the mean over a sequence's tokens; token_mean: mean over all
         tokens; token_sum: mean over sequences of the sum over a sequence's tokens, divided by a constant.
+    token_advantages: whether the tokens of a sequence may have advantages of their own, as a critic gives them.
     surrogate: True where only the gradient is that of the policy; the value is then not minus the gain.
     advantage: the advantage of its source, a key of moe_rl.advantage.ADVANTAGES. Arms choose it.
     """
 
     ratio: ClassVar[Literal["token", "sequence", "none"]]
     reduction: ClassVar[Literal["sequence_mean", "token_mean", "token_sum"]]
+    token_advantages: ClassVar[bool] = True
     surrogate: ClassVar[bool] = False
     advantage: ClassVar[str] = "group_std"
 
@@ -66,12 +68,19 @@ class ClippedLoss(PolicyLoss):
 
 
 def token_log_ratio(batch: PolicyBatch) -> Tensor:
-    """log w_BT = logprobs - old_logprobs on response tokens; 0 elsewhere, and 0 for sequences without advantage.
+    """log w_BT = logprobs - old_logprobs on response tokens; 0 elsewhere, and 0 where there is no advantage.
 
-    The second zero keeps an overflowing ratio of a sequence that cannot contribute from turning into 0 * inf.
+    The second zero keeps an overflowing ratio that cannot contribute from turning into 0 * inf.
     """
-    counts_BT = batch.mask_BT & (batch.advantages_B != 0)[:, None]
+    counts_BT = batch.mask_BT & (batch.advantages_BT != 0)
     return torch.where(counts_BT, batch.logprobs_BT - batch.old_logprobs_BT, 0.0)
+
+
+def sequence_log_ratio(batch: PolicyBatch) -> Tensor:
+    """log s_B = mean of log w over a sequence's response tokens; 0 for sequences without tokens or advantage."""
+    counts_BT = batch.mask_BT & (batch.advantages_BT != 0).any(1, keepdim=True)
+    log_w_BT = torch.where(counts_BT, batch.logprobs_BT - batch.old_logprobs_BT, 0.0)
+    return sequence_mean(log_w_BT, batch.mask_BT)
 
 
 def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

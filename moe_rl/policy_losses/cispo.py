@@ -35,5 +35,5 @@ class Cispo(PolicyLoss):
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
         weight_BT = token_log_ratio(batch).detach().clamp(max=math.log1p(self.clip_high)).exp()
-        gain_BT = weight_BT * batch.advantages_B[:, None] * batch.logprobs_BT
+        gain_BT = weight_BT * batch.advantages_BT * batch.logprobs_BT
         return LossOutput(-masked_sum(gain_BT, batch.mask_BT) / batch.num_tokens, torch.zeros_like(batch.mask_BT))

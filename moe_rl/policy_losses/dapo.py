@@ -27,6 +27,6 @@ class Dapo(ClippedLoss):
     clip_high: float = 0.28
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_B[:, None])
+        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_BT)
         loss = -masked_sum(gain_BT, batch.mask_BT) / batch.num_tokens
         return LossOutput(loss, clipped_BT & batch.mask_BT)

@@ -34,6 +34,6 @@ class DrGrpo(ClippedLoss):
             raise ValueError(f"length is {self.length}; sums over tokens are divided by it, set it above 0")
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_B[:, None])
+        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_BT)
         loss = -masked_sum(gain_BT, batch.mask_BT) / (self.length * batch.num_sequences)
         return LossOutput(loss, clipped_BT & batch.mask_BT)

@@ -25,6 +25,7 @@ class Gmpo(PolicyLoss):
 
     ratio: ClassVar = "sequence"
     reduction: ClassVar = "sequence_mean"
+    token_advantages: ClassVar = False
 
     clip_low: float = 0.4
     clip_high: float = 0.4

@@ -27,6 +27,6 @@ class Grpo(ClippedLoss):
     clip_high: float = 0.27
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_B[:, None])
+        gain_BT, clipped_BT = self.clip(token_log_ratio(batch), batch.advantages_BT)
         loss = -sequence_mean(gain_BT, batch.mask_BT).sum() / batch.num_sequences
         return LossOutput(loss, clipped_BT & batch.mask_BT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from moe_rl.policy_losses.base import ClippedLoss, sequence_mean, token_log_ratio
+from moe_rl.policy_losses.base import ClippedLoss, sequence_log_ratio
 from moe_rl.records import LossOutput, PolicyBatch
 
 
@@ -22,12 +22,12 @@ class Gspo(ClippedLoss):
 
     ratio: ClassVar = "sequence"
     reduction: ClassVar = "sequence_mean"
+    token_advantages: ClassVar = False
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        log_ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT)
-        gain_B, clipped_B = self.clip(log_ratio_B, batch.advantages_B)
+        gain_B, clipped_B = self.clip(sequence_log_ratio(batch), batch.advantages_B)
         loss = -(gain_B * batch.mask_BT.any(1)).sum() / batch.num_sequences
         return LossOutput(loss, clipped_B[:, None] & batch.mask_BT)

@@ -1,4 +1,4 @@
-"""GSPO-token: GSPO's ratio, written per token so that advantages could differ within a sequence."""
+"""GSPO-token: GSPO's ratio, written per token so that advantages may differ within a sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from moe_rl.policy_losses.base import ClippedLoss, sequence_mean, token_log_ratio
+from moe_rl.policy_losses.base import ClippedLoss, sequence_log_ratio, sequence_mean
 from moe_rl.records import LossOutput, PolicyBatch
 
 
@@ -29,9 +29,8 @@ class GspoToken(ClippedLoss):
     clip_high: float = 4e-4
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        sequence_log_ratio_B = sequence_mean(token_log_ratio(batch), batch.mask_BT)
         own_gradient_BT = torch.where(batch.mask_BT, batch.logprobs_BT - batch.logprobs_BT.detach(), 0.0)
-        log_ratio_BT = sequence_log_ratio_B.detach()[:, None] + own_gradient_BT
-        gain_BT, clipped_BT = self.clip(log_ratio_BT, batch.advantages_B[:, None])
+        log_ratio_BT = sequence_log_ratio(batch).detach()[:, None] + own_gradient_BT
+        gain_BT, clipped_BT = self.clip(log_ratio_BT, batch.advantages_BT)
         loss = -sequence_mean(gain_BT, batch.mask_BT).sum() / batch.num_sequences
         return LossOutput(loss, clipped_BT & batch.mask_BT)

@@ -31,7 +31,7 @@ class Minirl(ClippedLoss):
     clip_high: float = 0.27
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        gain_BT, clipped_BT = self.clip(token_log_ratio(batch).detach(), batch.advantages_B[:, None])
+        gain_BT, clipped_BT = self.clip(token_log_ratio(batch).detach(), batch.advantages_BT)
         weight_BT = gain_BT.masked_fill(clipped_BT, 0.0)  # w A
         loss = -masked_sum(weight_BT * batch.logprobs_BT, batch.mask_BT) / batch.num_sequences
         return LossOutput(loss, clipped_BT & batch.mask_BT)

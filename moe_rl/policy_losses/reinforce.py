@@ -27,7 +27,7 @@ class Reinforce(PolicyLoss):
     advantage: ClassVar = "group_mean"
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        gain_BT = batch.advantages_B[:, None] * batch.logprobs_BT
+        gain_BT = batch.advantages_BT * batch.logprobs_BT
         return LossOutput(-masked_sum(gain_BT, batch.mask_BT) / batch.num_sequences, torch.zeros_like(batch.mask_BT))
 
     @classmethod

@@ -35,11 +35,11 @@ class Sapo(PolicyLoss):
             raise ValueError(f"tau_positive {self.tau_positive} and tau_negative {self.tau_negative} must be above 0")
 
     def __call__(self, batch: PolicyBatch) -> LossOutput:
-        advantages_B1, log_ratio_BT = batch.advantages_B[:, None], token_log_ratio(batch)
-        tau_B1 = torch.full_like(advantages_B1, self.tau_negative).masked_fill(advantages_B1 > 0, self.tau_positive)
+        advantages_BT, log_ratio_BT = batch.advantages_BT, token_log_ratio(batch)
+        tau_BT = torch.full_like(advantages_BT, self.tau_negative).masked_fill(advantages_BT > 0, self.tau_positive)
         # Where the gate is flat to the last bit the ratio stops: it might overflow, and its gradient be 0 * inf.
-        ratio_BT = torch.minimum(log_ratio_BT, torch.log1p(100 / tau_B1)).exp()
-        gate_BT = torch.sigmoid(tau_B1 * (ratio_BT - 1))
-        loss = -sequence_mean(4 / tau_B1 * gate_BT * advantages_B1, batch.mask_BT).sum() / batch.num_sequences
+        ratio_BT = torch.minimum(log_ratio_BT, torch.log1p(100 / tau_BT)).exp()
+        gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
+        loss = -sequence_mean(4 / tau_BT * gate_BT * advantages_BT, batch.mask_BT).sum() / batch.num_sequences
         flat_BT = gate_BT.detach() * (1 - gate_BT.detach()) == 0
         return LossOutput(loss, flat_BT & batch.mask_BT)
