@@ -41,7 +41,11 @@ def flip_terms(
     T = rollouts.response_BT.shape[1]
     # A token's probability is read off the position before it: that one's routing made it.
     layers_BT = changed_BSL[:, -T - 1 : -1].sum(-1)
-    return split_ratio(old_BT, new_BT, replayed_BT, layers_BT, rollouts.response_BT, old_routing.num_layers)
+    mask_BT = rollouts.response_BT
+    return {
+        **split_ratio(old_BT, new_BT, replayed_BT, layers_BT, mask_BT, old_routing.num_layers),
+        "replay_gap": replay_gap(rollouts.rewards_B, old_BT, new_BT, replayed_BT, mask_BT),
+    }
 
 
 def split_ratio(
@@ -64,6 +68,21 @@ def split_ratio(
         "log_w_unflipped": float(by_layers[0] / tokens[0]),
         "log_w_by_changed_layers": (by_layers / tokens).tolist(),
     }
+
+
+def replay_gap(rewards_B: Tensor, old_BT: Tensor, new_BT: Tensor, replayed_BT: Tensor, mask_BT: Tensor) -> float:
+    """Expected reward of the new policy with its own routing, minus with the old policy's, estimated off-policy.
+
+        mean_i (r_i - mean r) (prod_t pi_new(own routing) / pi_old - prod_t pi_new(old routing) / pi_old)
+
+    Without bias, r_i - mean r taking r out of the noise that both weights share (up to a factor 1 - 1 / B). What an arm
+    that replays loses when it is used as it is: above 0, nothing. Reward units; long responses make it noisy.
+    """
+    weights_B = [
+        torch.where(mask_BT, logprobs_BT - old_BT, 0.0).double().sum(1).exp() for logprobs_BT in (new_BT, replayed_BT)
+    ]
+    centred_B = rewards_B.double() - rewards_B.double().mean()
+    return float((centred_B * (weights_B[0] - weights_B[1])).mean())
 
 
 def _rms(values_N: Tensor) -> float:

@@ -219,6 +219,7 @@ class _Run:
         return {
             "flip_rms": flip,
             "weight_rms": weight,
+            "replay_gap": 0.02 * flip,
             "log_w_rms": (flip**2 + weight**2) ** 0.5,
             "log_w_flipped": 0.9 * weight + 0.5 * flip,
             "log_w_unflipped": 0.6 * weight,

@@ -19,7 +19,15 @@ from moe_rl.store import LEGEND
 
 SOFT = {"kl", "js", "router_shift", "margin", "margin_flipped", "margin_kept"}
 STATE = {"router_entropy", "max_violation", "dead_experts"}
-FLIPS = {"flip_rms", "weight_rms", "log_w_rms", "log_w_flipped", "log_w_unflipped", "log_w_by_changed_layers"}
+FLIPS = {
+    "replay_gap",
+    "flip_rms",
+    "weight_rms",
+    "log_w_rms",
+    "log_w_flipped",
+    "log_w_unflipped",
+    "log_w_by_changed_layers",
+}
 PROBE = tokens(3, 7)
 
 

@@ -46,6 +46,7 @@ STUDIES = {
 SCRIPT = Path(__file__).parents[1] / "experiments" / "make_figures.py"
 DRIFT = {
     *("drift_by_update", "drift_by_layer", "deviation_histogram", "changed_layers", "soft_drift", "margins"),
+    "replay_gap",
     *("router_load", "drift_and_ratio"),
 }
 KNOBS = {  # figure -> the studies that vary what it is about

@@ -9,7 +9,7 @@ from models import FAMILIES as TINY_FAMILIES
 from models import tiny
 from test_drift_meter import nudge, rollouts
 
-from moe_rl.flips import flip_terms, split_ratio
+from moe_rl.flips import flip_terms, replay_gap, split_ratio
 from moe_rl.policy import response_logprobs
 from moe_rl.recording import record
 from moe_rl.replaying import replay
@@ -42,6 +42,29 @@ def test_the_terms_by_hand():
     assert columns["log_w_flipped"] == pytest.approx(0.3, rel=1e-6)
     assert columns["log_w_unflipped"] == 0
     assert columns["log_w_by_changed_layers"] == pytest.approx([0, 0.1, 0.5, math.nan], nan_ok=True, rel=1e-6)
+
+
+def test_the_replay_gap_by_hand():
+    """Rewards 1 and 0, .5 from their mean. Weights with own routing exp(.3) and exp(-.2), with the old one's exp(.1)
+    and exp(.4); the second sequence's last token is padding."""
+    old = torch.tensor([[-1.0, -2.0], [-3.0, 7.0]], dtype=torch.float64)
+    new = old + torch.tensor([[0.1, 0.2], [-0.2, 99.0]])
+    replayed = old + torch.tensor([[0.3, -0.2], [0.4, 5.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    gap = replay_gap(torch.tensor([1.0, 0.0]), old, new, replayed, mask)
+    expected = (0.5 * (math.exp(0.3) - math.exp(0.1)) - 0.5 * (math.exp(-0.2) - math.exp(0.4))) / 2
+    assert gap == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_replay_gap_is_the_difference_of_expected_rewards():
+    """Over all answers that the old policy could give, weighted by its probabilities: the exact difference."""
+    generator = torch.Generator().manual_seed(0)
+    old, new, replayed = (torch.randn(9, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    rewards = torch.rand(9, generator=generator, dtype=torch.float64)
+    counts = (old.exp() * 200_000).round().long()  # as often as it would be sampled
+    rows = torch.arange(9).repeat_interleave(counts)
+    gap = replay_gap(rewards[rows], *(x[rows, None] for x in (old, new, replayed)), torch.ones(len(rows), 1).bool())
+    assert gap == pytest.approx(float((rewards * (new.exp() - replayed.exp())).sum()), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)

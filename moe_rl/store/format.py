@@ -96,6 +96,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "dead_experts": "per layer: experts that no token chose, after the update",
         "flip_rms": "RMS over response tokens of log pi_new(own routing) - log pi_new(old routing), nats",
         "weight_rms": "RMS over response tokens of log pi_new(old routing) - log pi_old, nats",
+        "replay_gap": "expected true reward with the new policy's own routing minus with the old one's, off-policy",
         "log_w_rms": "RMS over response tokens of log pi_new(own routing) - log pi_old, nats",
         "log_w_flipped": "mean size of that log ratio, tokens whose predicting position has a changed layer, nats",
         "log_w_unflipped": "mean size of that log ratio, tokens whose predicting position has none, nats",
