@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from moe_rl.store import DONE, StoreError, read_json, state_of
+from moe_rl.store import DONE, StoreError, read_status, state_of
 
 LINES_PER_RUN = 5
 
@@ -75,8 +75,7 @@ class Board:
 def status_of(folder: Path) -> dict[str, Any]:
     """status.json of a run with its state as it is now; `damaged` if it cannot be read."""
     try:
-        status = read_json(folder / "status.json") if (folder / "status.json").exists() else {}
-        return {**status, "state": state_of(folder)}
+        return {**read_status(folder), "state": state_of(folder)}
     except StoreError:
         return {"state": "damaged"}
 

@@ -14,6 +14,8 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from moe_rl import cli, store
+from moe_rl.store.files import digest
+from moe_rl.store.reading import SEAL
 
 TRAIN = str(Path(__file__).parent.parent / "experiments" / "train.py")
 FIGURES = str(Path(__file__).parent.parent / "experiments" / "make_figures.py")
@@ -234,14 +236,15 @@ def test_a_second_launch_recomputes_nothing(sweep):
 def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch, capsys):
     results, arguments, _ = sweep
     folder = next(results.glob("s/gspo/*/seed_0"))
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("clip_low: 0.", "clip_low: 0.1"))
+    text = (folder / "config.yaml").read_bytes()
+    other = text.rpartition(SEAL)[0].replace(b"clip_low: 0.", b"clip_low: 0.1")
+    (folder / "config.yaml").write_bytes(other + SEAL + digest(other).encode())
     try:
         code, _, err = train_here(monkeypatch, capsys, "-m", *arguments)
         assert code == 2
         assert "another config: arm.policy_loss.clip_low" in err
     finally:
-        (folder / "config.yaml").write_text(text)
+        (folder / "config.yaml").write_bytes(text)
 
 
 def test_a_run_alone_gives_the_same_numbers_as_in_the_sweep(sweep, tmp_path):

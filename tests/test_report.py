@@ -1,5 +1,6 @@
 """A report opens from disk alone, tells every claim and every run, and takes no name at its word."""
 
+import json
 import re
 import runpy
 import sys
@@ -15,6 +16,7 @@ from moe_rl import claims, figures, report, store
 from moe_rl.measures import run_numbers
 from moe_rl.report._markdown import escape, number, slug, span, table
 from moe_rl.store import read_study
+from moe_rl.store.files import seal
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "make_report.py"
 SMALL = {"steps": 4, "updates": 2, "layers": 2, "top_k": 2, "experts": 8}
@@ -64,8 +66,8 @@ def results(tmp_path_factory):
     numbers = run_numbers(read_study(whole))
     store.pack(read_study(whole), folder / "drift_per_update", numbers)
     make_study(folder, "playground", arms=["gspo", NASTY], seeds=[0], failed=[(NASTY, 0)], **SMALL)
-    status = folder / "playground" / NASTY / "default" / "seed_0" / "status.json"
-    status.write_text(status.read_text().replace("CrashError: out of memory", REASON))
+    run = folder / "playground" / NASTY / "default" / "seed_0"
+    (run / "status.json").write_text(json.dumps(seal({**store.read_status(run), "reason": REASON})))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "names", lambda: ["clip_fraction", "reward"])  # the others have tests of their own
         report.report_results(folder)

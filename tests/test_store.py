@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,29 +117,35 @@ def test_a_reader_that_looks_at_a_run_does_not_keep_a_writer_out(folder):
     assert store.state_of(folder) == "finished"
 
 
-def test_the_torn_last_line_of_a_cut_off_run_is_dropped(folder):
+def test_of_a_run_that_was_cut_off_what_its_status_vouches_for_is_read(folder):
     finish(folder, state="running", rows=[{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}])
-    path = folder / "steps.jsonl"
-    path.write_text(path.read_text()[:-4])
+    with open(folder / "steps.jsonl", "a") as file:
+        file.write('{"step": 3, "reward": 0.3}\n{"step": 4, "rew')
     assert store.state_of(folder) == "cut_off"
-    assert [row["step"] for row in store.read_table(folder, "steps")] == [1]
+    assert [row["step"] for row in store.read_table(folder, "steps")] == [1, 2]
 
 
-def test_a_torn_line_in_a_finished_run_is_damage(folder):
-    finish(folder, rows=[{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}])
-    path = folder / "steps.jsonl"
-    path.write_text(path.read_text()[:-4])
+def test_a_run_of_before_there_were_digests_is_read_up_to_a_torn_last_line(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    (folder / "status.json").write_text('{"state": "running", "pid": 1}')
+    (folder / "run.json").write_text('{"format": 1, "num_layers": 2}')
+    (folder / "steps.jsonl").write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
+    study = store.read_study(folder.parents[2])
+    assert (study.runs["state"][0], study.steps["reward"].to_list(), study.configs) == ("cut_off", [0.1], [{"seed": 0}])
+    (folder / "status.json").write_text('{"state": "finished", "pid": 1}')
     with pytest.raises(store.StoreError, match=r"steps.jsonl line 2 is damaged"):
         store.read_table(folder, "steps")
 
 
 @pytest.mark.parametrize("bad", ["{bad", '["a list"]', '{"step": 1, "rewrad": 2}', ""])
-def test_a_damaged_line_is_an_error_that_names_file_and_line(folder, bad):
-    finish(folder, state="running")
+def test_a_line_that_is_no_row_is_an_error_that_names_file_and_line(folder, bad):
+    finish(folder)
+    (folder / "status.json").write_text('{"state": "finished"}')  # of before there were digests
     path = folder / "steps.jsonl"
     path.write_text(bad + "\n" + path.read_text())
     with pytest.raises(store.StoreError, match=r"steps.jsonl line 1 is "):
-        store.read_study(folder.parents[2])
+        store.read_table(folder, "steps")
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json"])
@@ -151,9 +158,18 @@ def test_damaged_facts_are_an_error_that_names_the_file(folder, name):
 
 def test_a_newer_format_is_refused(folder):
     finish(folder)
-    (folder / "run.json").write_text('{"format": 99}')
-    with pytest.raises(store.StoreError, match="format 99, this version reads 1; update moe_rl"):
-        store.read_study(folder.parents[2])
+    for name in ("run.json", "status.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text('{"format": 99, "news": "of a kind unknown here"}')
+        with pytest.raises(store.StoreError, match=rf"{name} has format 99, this version reads 1; update moe_rl"):
+            store.read_study(folder.parents[2])
+        (folder / name).write_text(text)
+
+
+def test_a_copy_of_a_run_beside_it_is_no_run(folder):
+    finish(folder)
+    shutil.copytree(folder, folder.with_name("seed_0.bak"))
+    assert store.read_study(folder.parents[2]).runs["seed"].to_list() == [0]
 
 
 def test_nan_and_infinity_survive_and_names_stay_names(folder):
@@ -217,5 +233,5 @@ def test_seeds_come_in_numeric_order_and_an_empty_study_is_an_error(tmp_path):
 def test_an_unwritable_folder_is_said_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     run = store.open_run(tmp_path / "file" / "x", {})
-    with pytest.raises(store.StoreError, match="choose another results_dir"), run:
+    with pytest.raises(store.StoreError, match=r"choose another launch\.results_dir"), run:
         pass

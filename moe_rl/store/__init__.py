@@ -3,7 +3,8 @@
     results/<study>/<arm>/<knob=value,...>/seed_<n>/
         config.yaml     the resolved config: the run's identity
         run.json        what it ran on: versions, commit, machine, model size, L, K, E
-        status.json     state (running, finished, diverged, failed), progress, reason; replaced atomically
+        status.json     state (running, finished, diverged, failed), progress, reason, and how much of each table is the
+                        run's, with a digest; replaced atomically
         steps.jsonl     one line a step      \
         updates.jsonl   one line an update    >  columns: LEGEND
         drift.jsonl     one line a comparison /
@@ -18,6 +19,7 @@ A second launch of a finished run does nothing, of one that was cut off goes on 
 starts it again; with another config it is refused.
 """
 
+from moe_rl.store.files import StoreError, WriteError, read_json
 from moe_rl.store.format import (
     DONE,
     KEY,
@@ -25,21 +27,20 @@ from moe_rl.store.format import (
     LONGEST_NAME,
     QUANTILES,
     TABLES,
-    StoreError,
     Study,
     differing_keys,
     flatten,
     once_per_study,
-    read_json,
     run_folder,
     shared_and_varied,
 )
 from moe_rl.store.packing import is_packed, pack
-from moe_rl.store.reading import read_study, read_table, run_folders, state_of
-from moe_rl.store.writing import RunWriter, check_config, open_run
+from moe_rl.store.reading import read_status, read_study, read_table, run_folders, state_of
+from moe_rl.store.writing import RunWriter, check_config, make_folder, open_run
 
 __all__ = [
-    "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "check_config",
-    "differing_keys", "flatten", "is_packed", "once_per_study", "open_run", "pack", "read_json", "read_study",
-    "read_table", "run_folder", "run_folders", "shared_and_varied", "state_of",
+    "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "WriteError",
+    "check_config", "differing_keys", "flatten", "is_packed", "make_folder", "once_per_study", "open_run", "pack",
+    "read_json", "read_status", "read_study", "read_table", "run_folder", "run_folders", "shared_and_varied",
+    "state_of",
 ]  # fmt: skip

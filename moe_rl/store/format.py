@@ -1,12 +1,10 @@
-"""What lies in a results folder: columns, names, states, settings, JSON."""
+"""What lies in a results folder: columns, names, states, settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
-import json
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,8 @@ from urllib.parse import quote
 
 import pandas as pd
 
-FORMAT = 1
+from moe_rl.store.files import StoreError
+
 DONE = ("finished", "diverged")
 LONGEST_NAME = 200  # file systems stop at 255 bytes
 TABLES = ("steps", "updates", "drift")
@@ -106,10 +105,6 @@ LEGEND: dict[str, dict[str, str]] = {
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
-class StoreError(RuntimeError):
-    """A results folder that cannot be used as asked; the message says what to do."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Study:
     """A study read from disk; it equals itself alone. Tables carry the columns arm, knobs, seed; lists stay lists.
@@ -153,37 +148,6 @@ def once_per_study(function: Callable[[Study], pd.DataFrame]) -> Callable[[Study
         return known[study].copy()
 
     return remembered
-
-
-def to_json(value: Any) -> Any:
-    """JSON has no NaN: a non-finite number becomes the string that Python's float() reads back."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    return value
-
-
-def from_json(value: Any) -> Any:
-    """The reverse of `to_json`, for a value of a row."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`; StoreError names the file when it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StoreError(f"{path} is damaged ({error}); delete the run's folder and run it again") from error
-    if not isinstance(value, dict):
-        raise StoreError(f"{path} holds {type(value).__name__} where an object belongs; delete the run's folder")
-    return value
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

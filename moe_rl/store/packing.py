@@ -1,7 +1,7 @@
 """A study in a few small files, from which all figures and reports are drawn again without training.
 
     <study>/runs.parquet  steps.parquet  updates.parquet  drift.parquet   the tables, numbers as float32
-    <study>/configs.json    the settings that all runs share, and of each run those that vary
+    <study>/configs.json    the settings that all runs share, of each run those that vary, and a digest of each file
     <study>/measures.parquet   numbers of each run that were taken before anything was left out: means stay exact
 
 To stay small, lists keep 10 significant bits, and where that is not enough, updates and drift keep every n-th measured
@@ -21,19 +21,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_rl.store.format import (
+from moe_rl.store.files import (
     FORMAT,
-    KEY,
-    LEGEND,
-    TABLES,
     StoreError,
-    Study,
+    check_format,
+    digest,
     from_json,
+    read_bytes,
     read_json,
-    shared_and_varied,
+    seal,
     to_json,
-    unflatten,
+    write_atomic,
 )
+from moe_rl.store.format import KEY, LEGEND, TABLES, Study, shared_and_varied, unflatten
 
 THINNING = (  # every n-th measured step is kept: of updates, of drift, of drift with what is measured on demand
     *((1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 5, 2), (2, 5, 2), (2, 10, 2), (5, 10, 2), (5, 20, 5)),
@@ -43,7 +43,8 @@ ON_DEMAND = ("max_violation", "flip_rms")  # measured at few steps only: drift.s
 LIST_BITS = 10
 EXACT = ("step", "update", "n", "queries", "tokens", "reference")  # counts and names
 LOCAL = ("folder", "pid")  # columns of runs that mean nothing elsewhere
-PACKED = (*(f"{table}.parquet" for table in ("runs", *TABLES, "measures")), "configs.json")
+CONFIGS = "configs.json"
+ADVICE = "pack the study again"
 
 
 def is_packed(folder: Path) -> bool:
@@ -64,7 +65,7 @@ def pack(study: Study, folder: str | Path, measures: pd.DataFrame, limit_bytes: 
         raise StoreError(f"{folder} holds the runs themselves; pack them into another folder")
     runs = study.runs.drop(columns=[name for name in LOCAL if name in study.runs])
     files = {"runs.parquet": _parquet(runs, ""), "steps.parquet": _parquet(_narrow(study.steps), "")}
-    files |= {"measures.parquet": _parquet(measures, ""), "configs.json": _configs(study).encode()}
+    files |= {"measures.parquet": _parquet(measures, "")}
     richer = _richer(study.drift)
     for nth_update, nth_drift, nth_richer in THINNING:
         drift = [_thin(study.drift[~richer], nth_drift), _thin(study.drift[richer], nth_richer)]
@@ -72,13 +73,11 @@ def pack(study: Study, folder: str | Path, measures: pd.DataFrame, limit_bytes: 
             "updates.parquet": _parquet(_narrow(_thin(study.updates, nth_update)), _told(nth_update)),
             "drift.parquet": _parquet(_narrow(pd.concat(drift).sort_index()), _told(nth_drift, nth_richer)),
         }
+        files[CONFIGS] = _configs(study, {name: digest(files[name]) for name in files if name != CONFIGS}).encode()
         if sum(map(len, files.values())) <= limit_bytes:
             break
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in PACKED:
-        (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        write_atomic(folder / name, content)
     return [folder / name for name in files]
 
 
@@ -152,40 +151,58 @@ def _to_text(cell: Any) -> str | None:
     return json.dumps(to_json(cell)) if isinstance(cell, (dict, list)) else None
 
 
-def _configs(study: Study) -> str:
+def _configs(study: Study, digests: dict[str, str]) -> str:
     """configs.json: one line a run, so that two runs can be compared by eye."""
     shared, varied = shared_and_varied(study.configs)
     keys = study.runs[list(KEY)].to_dict("records")
-    lines = [json.dumps({**key, "varied": to_json(settings)}) for key, settings in zip(keys, varied, strict=True)]
-    head = json.dumps(to_json(shared), indent=1)
-    return f'{{"format": {FORMAT},\n"shared": {head},\n"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+    runs = [{**key, "varied": settings} for key, settings in zip(keys, varied, strict=True)]
+    told = seal({"shared": shared, "files": digests, "runs": runs})
+    lines = ",\n".join(json.dumps(run) for run in told.pop("runs"))
+    head = json.dumps(told, indent=1).removesuffix("\n}")
+    return f'{head},\n "runs": [\n{lines}\n]}}\n'
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 def unpack(folder: Path) -> Study:
     """The study that `pack` wrote. Errors: StoreError for a file that is missing, damaged or newer than this code."""
+    if not (folder / CONFIGS).exists():
+        raise StoreError(f"{folder / CONFIGS} is missing; {ADVICE}")
+    configs = read_json(folder / CONFIGS, marker="files", advice=ADVICE)
+    data = {name: _whole(folder / f"{name}.parquet", configs.get("files")) for name in ("runs", *TABLES, "measures")}
     tables, thinned = {}, []
-    for name in ("runs", *TABLES):
-        tables[name], told = _read(folder / f"{name}.parquet")
-        thinned += [f"{name}: {told}"] if told else []
-    runs = tables.pop("runs")
+    for name, content in data.items():
+        tables[name], left_out = _read(folder / f"{name}.parquet", content)
+        thinned += [f"{name}: {left_out}"] if left_out else []
+    runs, exact = tables.pop("runs"), tables.pop("measures")
     runs["folder"] = [str(folder.joinpath(*map(str, key[:2]), f"seed_{key[2]}")) for key in runs[list(KEY)].to_numpy()]
     for name, table in tables.items():
         tables[name] = table.reindex(columns=[*KEY, *LEGEND[name]])
-    exact, _ = _read(folder / "measures.parquet")
-    return Study(
-        folder, runs, **tables, configs=_read_configs(folder, len(runs)), exact=exact, thinned="; ".join(thinned)
-    )
+    told = configs.get("runs", ())
+    if len(told) != len(runs):
+        raise StoreError(f"{folder / CONFIGS} has {len(told)} runs, runs.parquet {len(runs)}; {ADVICE}")
+    settings = [unflatten({**configs["shared"], **run["varied"]}) for run in told]
+    return Study(folder, runs, **tables, configs=settings, exact=exact, thinned="; ".join(thinned))
 
 
-def _read(path: Path) -> tuple[pd.DataFrame, str]:
+def _whole(path: Path, digests: dict[str, str] | None) -> bytes:
+    """The content of a file as it was packed. digests: None where it was packed before there were any."""
     try:
-        arrow = pq.read_table(path)
+        data = read_bytes(path)
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} is missing; {ADVICE}") from error
+    if digests is not None and digest(data) != digests.get(path.name):
+        raise StoreError(f"{path} is damaged (its digest does not match); {ADVICE}")
+    return data
+
+
+def _read(path: Path, data: bytes) -> tuple[pd.DataFrame, str]:
+    """(table, what it leaves out)."""
+    try:
+        arrow = pq.read_table(pa.BufferReader(data))
         facts = json.loads(arrow.schema.metadata[b"moe_rl"])
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read ({str(error).splitlines()[0]}); pack the study again") from error
-    if facts["format"] > FORMAT:
-        raise StoreError(f"{path} has format {facts['format']}, this version reads {FORMAT}; update moe_rl")
+        raise StoreError(f"{path} cannot be read ({str(error).splitlines()[0]}); {ADVICE}") from error
+    check_format(path, facts["format"])
     table = arrow.to_pandas()
     nothing = float("nan")
     for field in arrow.schema:
@@ -199,12 +216,3 @@ def _read(path: Path) -> tuple[pd.DataFrame, str]:
 def _from_text(text: str) -> Any:
     value = json.loads(text)
     return {key: from_json(item) for key, item in value.items()} if isinstance(value, dict) else from_json(value)
-
-
-def _read_configs(folder: Path, count: int) -> list[dict[str, Any]]:
-    told = read_json(folder / "configs.json") if (folder / "configs.json").exists() else {}
-    if len(told.get("runs", ())) != count:
-        raise StoreError(
-            f"{folder}/configs.json has {len(told.get('runs', ()))} runs, runs.parquet {count}; pack the study again"
-        )
-    return [unflatten({**told["shared"], **run["varied"]}) for run in told["runs"]]
