@@ -12,12 +12,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_rl import config as settings
 from moe_rl.checkpoint import CheckpointError
 from moe_rl.cold_start import ColdStartError
+from moe_rl.loggers.base import mirror
 from moe_rl.records import RoutingError
 from moe_rl.store import StoreError, open_run, run_folder
 
@@ -41,11 +43,14 @@ def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
     experiment = settings.build(config)
     folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.label, varied, experiment.seed)
     show = print_step if config.launch.progress else lambda row: None
-    with open_run(folder, settings.identity(config)) as writer:
+    identity = settings.identity(config)
+    with open_run(folder, identity) as writer:
         if writer is None:
             print(f"finished before: {folder}")
             return
-        state = loop.run(experiment, writer, f"{config.launch.results_dir}/.cache/cold_start", show)
+        mirrored = mirror(experiment.logger, folder, experiment.study_name, identity, experiment.updates)
+        with mirrored as writer.mirror:
+            state = loop.run(experiment, writer, f"{config.launch.results_dir}/.cache/cold_start", show)
     print(f"{state}: {folder}")
 
 
@@ -70,6 +75,8 @@ def _main(config: DictConfig) -> None:
         settings.settle(config, overrides)
         run_one(config, settings.knobs(config, overrides))
     except USER_ERRORS as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # of a sweep by another launcher: it must outlive this run
+            raise
         fail(str(error))  # here already: Hydra would print a line of its own before ours
 
 

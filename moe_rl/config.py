@@ -20,6 +20,7 @@ from moe_rl.corrections import NO_CORRECTION, Correction
 from moe_rl.critic import NO_CRITIC, CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
+from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
@@ -38,6 +39,7 @@ SUFFIXES = {
 }
 
 
+ASIDE = ("launch", "logger")  # groups that no result depends on
 SETTINGS = {
     "optim": Optim,
     "drift": DriftSettings,
@@ -109,6 +111,7 @@ class Config:
     preference_model: Any = "???"
     critic: Any = "???"
     launch: Any = "???"
+    logger: Any = None
 
 
 @dataclasses.dataclass
@@ -162,6 +165,7 @@ class Experiment:
     reward: str = "verifier"
     preference_model: Preferences = NO_PREFERENCES
     critic: CriticSettings = NO_CRITIC
+    logger: Logger | None = None
 
     @property
     def label(self) -> str:
@@ -192,12 +196,13 @@ def register() -> None:
     discovery.register("router", "moe_rl.routers", Router)
     discovery.register("task", "moe_rl.tasks", Task)
     discovery.register("engine", "moe_rl.engines", Engine)
+    discovery.register("logger", "moe_rl.loggers", Logger)
 
 
 # -------------------------------------------------------------------------------------------------------------- objects
 def build(config: DictConfig) -> Experiment:
     """Settings as objects, checked. ConfigError with one line for values that cannot work."""
-    values = {str(key): value for key, value in config.items() if key not in ("arm", "launch", "lr_of_arm")}
+    values = {str(key): value for key, value in config.items() if key not in ("arm", "lr_of_arm", *ASIDE)}
     for group in ("model", "router", "task", "engine", *SETTINGS):
         values[group] = _instantiate(group, config[group])
     with settings_of("arm"):
@@ -214,6 +219,7 @@ def build(config: DictConfig) -> Experiment:
         correction=correction,
         kl=kl,
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
+        logger=None if config.logger is None else _instantiate("logger", config.logger),
     )
     _check(experiment)
     return experiment
@@ -329,10 +335,10 @@ def _check(e: Experiment) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- identity
 def identity(config: DictConfig) -> dict[str, Any]:
-    """What makes a run this run: the resolved config without where and how it was launched."""
+    """What makes a run this run: the resolved config without where and how it was launched and mirrored."""
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key != "launch"}
+    return {str(key): value for key, value in plain.items() if key not in ASIDE}
 
 
 def knobs(config: DictConfig, overrides: Iterable[str]) -> dict[str, Any]:
@@ -344,7 +350,7 @@ def knobs(config: DictConfig, overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         key, _, text = override.partition("=")
         key = key.lstrip("+")
-        if key in ("arm", "seed", "study", "study_name") or key.startswith(("launch", "hydra")):
+        if key in ("arm", "seed", "study", "study_name") or key.startswith((*ASIDE, "hydra")):
             continue
         value = OmegaConf.select(config, key)
         varied[key] = text if value is None or isinstance(value, (DictConfig, ListConfig)) else value

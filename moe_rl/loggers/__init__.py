@@ -1,0 +1,1 @@
+"""Mirrors of a run's numbers: one tracker per file, `base` has the contract."""
