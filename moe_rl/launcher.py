@@ -14,15 +14,18 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_rl import cli
 from moe_rl.config import ConfigError, identity, knobs, settle
 from moe_rl.progress import Board
-from moe_rl.store import DONE, check_config, read_json, run_folder, state_of
+from moe_rl.store import DONE, StoreError, check_config, make_folder, read_status, run_folder, state_of
 
 POLL_SECONDS = 0.5
+ELSEWHERE = "is being written by another process; launch again when that has ended"
 
 
 @dataclasses.dataclass
@@ -43,17 +46,56 @@ def launch(context: HydraContext, config: DictConfig, job_overrides: Sequence[Se
     All configs are checked before the first run starts. Finished runs are skipped, others started (again). A run that
     dies, of whatever, is reported with its reason; the others go on; the exit code is then 1.
     """
-    runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
-    _refuse_twins(runs)
+    runs = prepare(context, config, job_overrides)
     waiting = [run for run in runs if state_of(run.folder) not in DONE]
     with Board([run.folder for run in runs], config.launch.progress) as board:
         _run_all(waiting, config, board)
+    _report(runs)
+    return [run.overrides for run in runs]
+
+
+def delegate(
+    launcher: Launcher, context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
+) -> Sequence[JobReturn]:
+    """Run a sweep by another of Hydra's launchers: configs checked before, finished runs left out, failed ones reported
+    as in `launch`. What survives the death of a run is then up to that launcher. first: number of the first run."""
+    runs = prepare(context, config, job_overrides)
+    waiting = [run for run in runs if state_of(run.folder) not in DONE]
+    print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
+    if not waiting:
+        return []
+    try:
+        results = launcher.launch([run.overrides for run in waiting], initial_job_idx=first)
+    except Exception as error:  # a run was killed, say, and the launcher has given up
+        lost = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        for run in waiting:
+            state = state_of(run.folder)
+            run.failure = "" if state in DONE else f"{state}: {read_status(run.folder).get('reason') or lost}"
+    else:
+        for run, result in zip(waiting, results, strict=True):
+            if result.status != JobStatus.COMPLETED:
+                reason = result._return_value
+                run.failure = f"{type(reason).__name__}: {reason}"
+    _report(runs)
+    return results
+
+
+def _report(runs: list[Run]) -> None:
     failed = [run for run in runs if run.failure]
     for run in failed:
-        print(f"failed: {' '.join(run.overrides)}: {run.failure} (log: {run.folder / 'log.txt'})", file=sys.stderr)
+        log = run.folder / "log.txt"
+        where = f" (log: {log})" if log.exists() else ""
+        print(f"failed: {' '.join(run.overrides)}: {run.failure}{where}", file=sys.stderr)
     if failed:
         raise SystemExit(1)
-    return [run.overrides for run in runs]
+
+
+def prepare(context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]]) -> list[Run]:
+    """The runs of a sweep. ConfigError or StoreError for settings that cannot be run, runs that are the same one, or a
+    folder that holds another."""
+    runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
+    _refuse_twins(runs)
+    return runs
 
 
 def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) -> Run:
@@ -94,10 +136,11 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
             while queue or running:
                 while queue and len(running) < config.launch.jobs:
                     run = queue.pop(0)
-                    run.folder.mkdir(parents=True, exist_ok=True)
-                    run.process = processes.Process(target=_live, args=(run.config, run.knobs, run.folder / "log.txt"))
-                    run.process.start()
-                    running.append(run)
+                    if _may_start(run):
+                        log = run.folder / "log.txt"
+                        run.process = processes.Process(target=_live, args=(run.config, run.knobs, log))
+                        run.process.start()
+                        running.append(run)
                 for run in [run for run in running if run.process is not None and not run.process.is_alive()]:
                     running.remove(run)
                     _judge(run)
@@ -107,6 +150,18 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
         for run in running:
             if run.process is not None:
                 run.process.terminate()
+
+
+def _may_start(run: Run) -> bool:
+    """Whether a run is to be started now; another launch may have begun or finished it since this one was prepared."""
+    state = state_of(run.folder)
+    try:
+        make_folder(run.folder)
+    except StoreError as error:
+        run.failure = str(error)
+    if state == "running":
+        run.failure = ELSEWHERE
+    return state not in DONE and not run.failure
 
 
 @contextlib.contextmanager
@@ -154,11 +209,14 @@ def _live(values: dict[str, Any], varied: dict[str, Any], log: Path) -> None:
 
 def _judge(run: Run) -> None:
     assert run.process is not None
-    code = run.process.exitcode
-    if code == 0:
+    code, state = run.process.exitcode, state_of(run.folder)
+    if code == 0 or state in DONE:
+        return
+    if state == "running":  # of ours there is no process left
+        run.failure = ELSEWHERE
         return
     died = "lost" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    status = read_json(run.folder / "status.json") if (run.folder / "status.json").exists() else {}
+    status = read_status(run.folder)
     reason = str(status.get("reason") or last_line(run.folder / "log.txt"))
     run.failure = f"{died}: {reason}"
 
