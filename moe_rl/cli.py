@@ -21,7 +21,7 @@ from moe_rl.checkpoint import CheckpointError
 from moe_rl.cold_start import ColdStartError
 from moe_rl.loggers.base import mirror
 from moe_rl.records import RoutingError
-from moe_rl.store import StoreError, open_run, run_folder
+from moe_rl.store import StoreError, open_run, run_folder, settings_name
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
@@ -44,7 +44,7 @@ def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
     folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.label, varied, experiment.seed)
     show = print_step if config.launch.progress else lambda row: None
     identity = settings.identity(config)
-    with open_run(folder, identity) as writer:
+    with open_run(folder, identity, settings_name(varied)) as writer:
         if writer is None:
             print(f"finished before: {folder}")
             return

@@ -211,6 +211,20 @@ def test_names_that_leave_the_results_folder_are_refused(tmp_path, study, arm, k
         store.run_folder(tmp_path, study, arm, knobs, 0)
 
 
+def test_a_setting_whose_folder_name_was_cut_short_is_read_whole(tmp_path):
+    settings = {f"group.setting_{number}": number for number in range(20)}
+    for value in (1, 2):
+        varied = settings | {"z.last": value}
+        folder = store.run_folder(tmp_path, "s", "gspo", varied, 0)
+        with store.open_run(folder, {"seed": 0}, store.settings_name(varied)) as writer:
+            writer.describe(label="gspo")
+            writer.status("finished")
+        assert "~" in folder.parent.name
+    runs = store.read_study(tmp_path / "s").runs
+    assert runs["knobs"].tolist() == [f"{store.settings_name(settings)},z.last={value}" for value in (1, 2)]
+    assert "settings" not in runs
+
+
 def test_paths_and_long_values_become_one_folder_name_each(tmp_path):
     def middle(**knobs):
         return store.run_folder(tmp_path, "s", "x", knobs, 0).parent.name

@@ -32,6 +32,7 @@ from moe_rl.store.format import (
     flatten,
     once_per_study,
     run_folder,
+    settings_name,
     shared_and_varied,
 )
 from moe_rl.store.packing import is_packed, pack
@@ -41,6 +42,7 @@ from moe_rl.store.writing import RunWriter, check_config, make_folder, open_run
 __all__ = [
     "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "WriteError",
     "check_config", "differing_keys", "flatten", "is_packed", "make_folder", "once_per_study", "open_run", "pack",
-    "read_json", "read_status", "read_study", "read_table", "run_folder", "run_folders", "shared_and_varied",
+    "read_json", "read_status", "read_study", "read_table", "run_folder", "run_folders", "settings_name",
+    "shared_and_varied",
     "state_of",
 ]  # fmt: skip

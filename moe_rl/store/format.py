@@ -195,13 +195,18 @@ def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
     ]
 
 
+def settings_name(knobs: Mapping[str, Any]) -> str:
+    """'optim.lr=0.1,updates=4', sorted by key, or 'default'; values are percent-encoded where they hold slashes and the
+    like."""
+    return ",".join(f"{key}={quote(str(value), safe='+-._ ')}" for key, value in sorted(knobs.items())) or "default"
+
+
 def run_folder(results_dir: str | Path, study: str, arm: str, knobs: Mapping[str, Any], seed: int) -> Path:
     """Where a run lives. `knobs` are the settings that a launch varied, besides arm and seed.
 
-    Values are percent-encoded where they hold slashes and the like; a name that gets too long for a file system ends in
-    a digest instead.
+    A name that gets too long for a file system ends in a digest instead.
     """
-    middle = ",".join(f"{key}={quote(str(value), safe='+-._ ')}" for key, value in sorted(knobs.items())) or "default"
+    middle = settings_name(knobs)
     if len(middle) > LONGEST_NAME:
         middle = f"{middle[: LONGEST_NAME - 17]}~{hashlib.blake2b(middle.encode(), digest_size=8).hexdigest()}"
     for part in (study, arm):

@@ -139,7 +139,7 @@ def read_study(folder: str | Path) -> Study:
     tables: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
     for path in paths:
         facts, rows, config = _steadily(path, functools.partial(_read_run, path))
-        key = {"arm": path.parts[-3], "knobs": path.parts[-2], "seed": seed_of(path)}
+        key = {"arm": path.parts[-3], "knobs": facts.pop("settings", path.parts[-2]), "seed": seed_of(path)}
         runs.append({**facts, **key, "folder": str(path)})
         configs.append(config)
         for table in TABLES:

@@ -43,10 +43,11 @@ class Written:
 
 @dataclasses.dataclass
 class RunWriter:
-    """One run being written. Made by `open_run`. resumes: there is a checkpoint to go on from. mirror: called with
-    (table, row) for each row once it is written."""
+    """One run being written. Made by `open_run`. settings: those that name it, whole. resumes: there is a checkpoint to
+    go on from. mirror: called with (table, row) for each row once it is written."""
 
     folder: Path
+    settings: str = ""
     resumes: bool = False
     mirror: Callable[[str, Mapping[str, Any]], None] | None = None
     started: float = dataclasses.field(default_factory=time.time)
@@ -98,7 +99,8 @@ class RunWriter:
 
     def describe(self, **facts: Any) -> None:
         """Write run.json: what this run ran on."""
-        write_atomic(self.folder / "run.json", json.dumps(seal(facts), indent=1))
+        own = {"settings": self.settings} if self.settings else {}
+        write_atomic(self.folder / "run.json", json.dumps(seal(own | facts), indent=1))
 
     def describe_resumption(self, **facts: Any) -> None:
         """Add to run.json where and on what the run went on."""
@@ -114,8 +116,8 @@ class RunWriter:
 
 
 @contextlib.contextmanager
-def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | None]:
-    """Claim a run's folder for writing.
+def open_run(folder: Path, config: Mapping[str, Any], settings: str = "") -> Iterator[RunWriter | None]:
+    """Claim a run's folder for writing. settings: what `settings_name` says, which the folder's name may cut short.
 
     Yields None when the run is already finished under the same config. Marks the run failed, with the reason, when the
     block raises an Exception; an interrupt leaves it cut off. A run that was cut off, or that the machine failed (an
@@ -133,7 +135,7 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> Iterator[RunWriter | No
         if state in DONE:
             yield None
             return
-        writer = RunWriter(folder)
+        writer = RunWriter(folder, settings)
         goes_on = state == "running" or (state == "failed" and read_status(folder).get("resumable"))
         writer.resumes = bool(goes_on) and writer.checkpoint.exists() and (folder / "run.json").exists()
         _begin(writer, config)
