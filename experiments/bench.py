@@ -2,6 +2,9 @@
 
 python experiments/bench.py instrument      # recording and replaying against the plain model: CPU time and memory
 python experiments/bench.py cycle           # a cycle of moe_rl's loop against TRL's GRPOTrainer; needs the extra trl
+python experiments/bench.py scaling --json rows.json --figure scaling.png    # cost against size; 3 minutes
+python experiments/bench.py scaling --draw rows.json --figure scaling.png    # the figure again, without measuring
+python experiments/bench.py harness         # the loop against its bare calls; runs an hour of a sweep, on two cores
 python experiments/bench.py cycle --against experiments/results/bench_cycle.json    # has anything become slower?
 """
 
@@ -10,40 +13,49 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from moe_rl import benchmark_cycle, benchmarks
+from moe_rl import benchmark_cycle, benchmark_figure, benchmark_harness, benchmark_scaling, benchmarks
 
-# command -> (its settings, each a --option; its function from settings to rows)
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """settings: each field an --option. run: from settings to rows. draw: writes the rows' figure, if there is one."""
+
+    settings: type
+    run: Callable[[Any], list[dict[str, Any]]]
+    draw: Callable[[list[dict[str, Any]], Path], None] | None = None
+
+
 COMMANDS = {
-    "instrument": (benchmarks.Instrument, benchmarks.instrument),
-    "cycle": (benchmark_cycle.Cycle, benchmark_cycle.cycle),
+    "instrument": Command(benchmarks.Instrument, benchmarks.instrument),
+    "cycle": Command(benchmark_cycle.Cycle, benchmark_cycle.cycle),
+    "scaling": Command(benchmark_scaling.Scaling, benchmark_scaling.scaling, benchmark_figure.write),
+    "harness": Command(benchmark_harness.Harness, benchmark_harness.harness),
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (settings, run) in COMMANDS.items():
-        command = commands.add_parser(name, help=run.__doc__.splitlines()[0], description=run.__doc__)
-        for field in dataclasses.fields(settings):
-            command.add_argument(f"--{field.name}", type=type(field.default), default=field.default, metavar="N")
-        command.add_argument("--json", type=Path, help="also write the rows here")
-        command.add_argument(
-            "--against",
-            type=Path,
-            help=f"what --json wrote: exit code 1 if a ratio is now over {1 + benchmarks.TOLERANCE} times its",
-        )
-    chosen = vars(parser.parse_args())
-    settings, run = COMMANDS[chosen.pop("command")]
+    chosen = vars(parser().parse_args())
+    command = COMMANDS[chosen.pop("command")]
     path, against = chosen.pop("json"), chosen.pop("against")
+    figure, drawn = chosen.pop("figure", None), chosen.pop("draw", None)
     try:
+        if figure is not None:
+            benchmark_figure.format_of(figure)
+        if drawn is not None:
+            if figure is None:
+                raise ValueError(f"nowhere to draw {drawn} to; add --figure=<name>.png")
+            command.draw(json.loads(drawn.read_text())["rows"], figure)
+            return 0
         baseline = json.loads(against.read_text()) if against else {"settings": chosen, "rows": []}
         benchmarks.check_baseline(chosen, baseline)
-        rows = run(settings(**chosen))
-    except (ValueError, OSError, ImportError) as error:
+        rows = command.run(command.settings(**chosen))
+    except (ValueError, OSError, ImportError, benchmark_figure.FigureError) as error:
         print(error, file=sys.stderr)
         return 2
     for row in rows:
@@ -54,10 +66,31 @@ def main() -> int:
         )
     if path is not None:
         path.write_text(json.dumps({"settings": chosen, "rows": rows}, indent=1) + "\n")
+    if figure is not None:
+        command.draw(rows, figure)
     worse = benchmarks.regressions(rows, baseline)
     for line in worse:
         print(f"slower or larger than in {against}: {line}", file=sys.stderr)
     return 1 if worse else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        options = commands.add_parser(name, help=command.run.__doc__.splitlines()[0], description=command.run.__doc__)
+        for field in dataclasses.fields(command.settings):
+            options.add_argument(f"--{field.name}", type=type(field.default), default=field.default, metavar="N")
+        options.add_argument("--json", type=Path, help="also write the rows here")
+        options.add_argument(
+            "--against",
+            type=Path,
+            help=f"what --json wrote: exit code 1 if a ratio is now over {1 + benchmarks.TOLERANCE} times its",
+        )
+        if command.draw is not None:
+            options.add_argument("--figure", type=Path, help="also draw the rows here, as .png, .svg or .pdf")
+            options.add_argument("--draw", type=Path, metavar="ROWS", help="measure nothing: draw what --json wrote")
+    return parser
 
 
 if __name__ == "__main__":

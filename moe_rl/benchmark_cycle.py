@@ -18,18 +18,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from moe_rl import cli, loop
+from moe_rl.benchmark_loop import Cycles, bare_experiment
 from moe_rl.benchmarks import one_thread, paired
-from moe_rl.config import Experiment, build, config_folder
-from moe_rl.engines.hf import Hf
-from moe_rl.store import open_run
+from moe_rl.config import Experiment
 from moe_rl.tasks.base import Example
 
 SIZES = {
@@ -111,7 +106,7 @@ def cycle(settings: Cycle) -> list[dict[str, Any]]:
 def _take_turns(settings: Cycle, size: str) -> tuple[dict[str, list[dict[str, float]]], int, float]:
     """CPU seconds by part of each timed cycle of both sides; the parameters; the limit in operations a CPU second."""
     e = experiment(settings, size, settings.cycles + 1)
-    ours, limits = _Ours(e), []
+    ours, limits = Cycles(e), []
     laps: dict[str, list[dict[str, float]]] = {"trl": [], "moe_rl": []}
 
     def after_cycle(lap: dict[str, float]) -> None:
@@ -146,56 +141,11 @@ def forward(size: str, queries: int, keys: int, scored: int) -> int:
     return queries * L * (4 * H * H + 2 * keys * H + H * E + 3 * K * H * F) + scored * H * VOCABULARY
 
 
-# ------------------------------------------------------------------------------------------------------------ our side
-class FixedLength(Hf):
-    """`Hf` with responses of exactly max_new_tokens tokens."""
-
-    def _settings(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completions: int
-    ) -> GenerationConfig:
-        settings = super()._settings(model, tokenizer, completions)
-        settings.min_new_tokens = self.max_new_tokens
-        return settings
-
-
 def experiment(settings: Cycle, size: str, cycles: int) -> Experiment:
     """The run that is timed: the defaults of conf/, without evaluation, cold start and checkpoints."""
     overrides = [f"model.{name}={value}" for name, value in SIZES[size].items()]
     overrides += [f"{name}={getattr(settings, name)}" for name in ("prompts", "completions", "updates")]
-    overrides += ["task=chain_sum", f"steps={cycles}", "eval_prompts=0", "cold_start.steps=0", "arm=grpo"]
-    overrides += ["launch.checkpoint_every=0", f"engine.max_new_tokens={settings.tokens}"]
-    cli.settings.register()
-    with initialize_config_dir(config_folder(), version_base="1.3"):
-        e = build(compose("config", overrides=overrides))
-    return dataclasses.replace(e, engine=FixedLength(max_new_tokens=settings.tokens))
-
-
-class _Ours:
-    """moe_rl's loop, a cycle at a time. A with-block, in which its tables lie in a temporary folder."""
-
-    def __init__(self, e: Experiment):
-        self.e = e
-
-    def __enter__(self) -> _Ours:
-        self.stack = contextlib.ExitStack()
-        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        writer = self.stack.enter_context(open_run(folder / "run", {}))
-        assert writer is not None
-        self.steps = loop.train(self.e, writer, str(folder / "cache"))
-        next(self.steps)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.steps.close()
-        self.stack.close()
-
-    def cycle(self) -> dict[str, float]:
-        """Take one step. CPU seconds by part; what belongs to none, writing tables mostly, counts as updates."""
-        start = time.process_time()
-        row = next(self.steps)
-        total = time.process_time() - start
-        named = {"generate": row["rollout_s"], "old_logprobs": row["old_pass_s"], "drift": row["drift_s"]}
-        return named | {"updates": total - sum(named.values())}
+    return bare_experiment([*overrides, "task=chain_sum", f"steps={cycles}", "arm=grpo"], settings.tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------- TRL's side
@@ -310,7 +260,7 @@ def _memory(side: str, settings: Cycle, size: str) -> dict[str, float]:
     if side == "trl":
         _train_trl(e, settings, lambda lap: None)
     else:
-        with _Ours(e) as ours:
+        with Cycles(e) as ours:
             ours.cycle()
     return {"peak_mb": _peak(), "over_mb": _peak() - before}
 

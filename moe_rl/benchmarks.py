@@ -1,6 +1,7 @@
 """What the instrument costs: recording and replaying against the plain model, in CPU time and memory.
 
-Used by `experiments/bench.py`, whose commands are functions from settings to a table of rows; see `Instrument`.
+Used by `experiments/bench.py`, whose commands are functions from settings to a table of rows; see `Instrument`. What
+they share is here too: one thread, ratios of what took turns, the comparison with an earlier run.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def instrument(settings: Instrument) -> list[dict[str, Any]]:
         max_positions=settings.prompt + settings.decode_steps + settings.tokens,
     ).build(seed=0)
     with one_thread(), torch.inference_mode():
-        full, trace = _full_forward(model, settings)
+        full, trace = full_forward(model, settings)
         decode = _decode(model, settings)
         rows = [
             *_compare("full forward", full, settings.repeats),
@@ -150,7 +151,8 @@ def _tokens(batch: int, width: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _full_forward(model: Any, settings: Instrument) -> tuple[dict[str, Callable[[], float]], RoutingTrace]:
+def full_forward(model: Any, settings: Instrument) -> tuple[dict[str, Callable[[], float]], RoutingTrace]:
+    """mode -> a function that does one full forward and returns its CPU seconds; and the trace that is replayed."""
     inputs = _tokens(settings.sequences, settings.tokens)
     with record(model) as recorder:
         model(**inputs, use_cache=False)

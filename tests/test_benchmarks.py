@@ -1,6 +1,7 @@
 """experiments/bench.py: its table has what it says. Whether the numbers are good is not a matter for a test."""
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -9,10 +10,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_rl import benchmark_cycle
+from moe_rl import benchmark_cycle, benchmark_figure, benchmark_harness, benchmark_scaling
 from moe_rl.benchmark_cycle import PARTS, PROMPT, SIZES, VOCABULARY, Cycle, forward, multiply_adds
+from moe_rl.benchmark_harness import Harness
+from moe_rl.benchmark_loop import Cycles, experiment
+from moe_rl.benchmark_scaling import Scaling
 from moe_rl.benchmarks import MODES, Instrument, check_baseline, instrument, regressions
 from moe_rl.models.build import Tiny
+from moe_rl.store.reading import read_table
 from moe_rl.tasks.chain_sum import ChainSum
 
 TINY = {"layers": 2, "experts": 8, "top_k": 2, "hidden_size": 16, "expert_size": 8, "sequences": 2, "tokens": 6,
@@ -136,3 +141,144 @@ def test_the_command_writes_its_rows_and_fails_on_a_regression_only(command, tmp
         code, _, err = command(f"--against={path}")
         assert code == expected, err
         assert ("paired_ratio 1.000, was 0.010" in err) == bool(expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+TINY_SCALING = {"sequences": 16, "tokens": 3, "layers": 1, "experts": 4, "updates": 2, "hidden_size": 16,
+                "expert_size": 8, "doublings": 2, "repeats": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scaling_rows():
+    return benchmark_scaling.scaling(Scaling(**TINY_SCALING))
+
+
+def test_scaling_has_a_time_at_every_value_and_an_exponent_for_every_factor_and_part(scaling_rows):
+    parts = {"rollout", "old pass", "updates", "drift", "cycle"}
+    forwards = {"plain forward", "recorded forward", "replayed forward"}
+    for factor, base in (("sequences", 16), ("tokens", 3), ("layers", 1), ("experts", 4), ("updates", 2)):
+        mine = [row for row in scaling_rows if row["factor"] == factor]
+        assert {row["mode"] for row in mine} == parts | (set() if factor == "updates" else forwards)
+        for part in {row["mode"] for row in mine}:
+            *points, slope = [row for row in mine if row["mode"] == part]
+            assert [(row["value"], row["what"]) for row in points] == [
+                (base * times, f"{factor} {base * times}") for times in (1, 2, 4)
+            ]
+            assert all(0 < row["least_s"] <= row["cpu_s"] for row in points)
+            # Three points whose x are doubled: the least squares slope is the one between the first and the last.
+            assert slope["slope"] == pytest.approx(math.log(points[2]["cpu_s"] / points[0]["cpu_s"]) / math.log(4))
+            assert slope["low"] <= slope["slope"] <= slope["high"]
+            assert slope["last_doubling"] == pytest.approx(math.log2(points[2]["cpu_s"] / points[1]["cpu_s"]))
+            assert all(("paired_ratio" in row) == (part in forwards) for row in points)
+    # More layers are more work, however small they are and however busy the machine is.
+    assert next(row["slope"] for row in scaling_rows if row["what"] == "slope of layers") > 0
+
+
+def test_every_setting_is_measured_once_and_the_base_is_shared():
+    measured = benchmark_scaling.points(Scaling(**TINY_SCALING))
+    assert len(measured) == len(set(measured)) == 1 + 5 * 2
+    assert ("layers", 4) in measured
+
+
+def test_scaling_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="updates is 1; set it to 2 or more"):
+        Scaling(updates=1)
+    with pytest.raises(ValueError, match="8 sequences do not divide into 4 completions a prompt and up to 16 updates"):
+        Scaling(sequences=8)
+
+
+def test_the_figure_has_a_panel_a_factor_and_shows_the_rows_and_a_line_of_slope_one():
+    rows = [{"what": f"layers {n}", "mode": "drift", "factor": "layers", "value": n, "cpu_s": s, "least_s": s}
+            for n, s in ((1, 0.5), (2, 0.75), (4, 1.5))]  # fmt: skip
+    rows.append({"what": "slope of layers", "mode": "drift", "factor": "layers", "slope": 0.79, "low": 0, "high": 1})
+    rows += [row | {"factor": "tokens"} for row in rows]
+    figure = benchmark_figure.draw(rows)
+    panels = [axis for axis in figure.axes if axis.lines]
+    assert len(panels) == 2
+    for panel, label in zip(panels, ("layers", "tokens a response"), strict=True):
+        assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+        assert panel.get_xlabel() == f"{label}\nexponents: drift 0.79"
+        drift, *dotted = panel.lines
+        assert list(drift.get_xdata()) == [1, 2, 4]
+        assert list(drift.get_ydata()) == [0.5, 0.75, 1.5]
+        for line in dotted:
+            assert line.get_linestyle() == ":"
+            assert line.get_ydata()[2] == pytest.approx(4 * line.get_ydata()[0])
+
+
+def test_parts_are_told_apart_without_colour():
+    seen = {(str(look.line), look.marker) for look in benchmark_figure.LOOKS.values()}
+    assert len(seen) == len(benchmark_figure.LOOKS)
+
+
+def test_a_figure_is_drawn_again_from_its_rows_without_measuring(scaling_rows, monkeypatch, capsys, tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps({"settings": TINY_SCALING, "rows": scaling_rows}))
+
+    def bench(*options):
+        monkeypatch.setattr(sys, "argv", ["bench.py", "scaling", f"--draw={tmp_path / 'rows.json'}", *options])
+        with pytest.raises(SystemExit) as done:
+            runpy.run_path(str(Path(__file__).parent.parent / "experiments" / "bench.py"), run_name="__main__")
+        return done.value.code, *capsys.readouterr()
+
+    def measures(settings):
+        """What --draw must not do."""
+        pytest.fail("measured")
+
+    monkeypatch.setattr(benchmark_scaling, "scaling", measures)
+    assert bench(f"--figure={tmp_path / 'one.png'}") == (0, "", "")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = bench()
+    assert (code, err) == (2, f"nowhere to draw {tmp_path / 'rows.json'} to; add --figure=<name>.png\n")
+    code, _, err = bench(f"--figure={tmp_path / 'one.gif'}")
+    assert (code, err.startswith("no figure format 'gif'")) == (2, True)
+    (tmp_path / "rows.json").write_text(json.dumps({"settings": {}, "rows": [{"what": "trace", "mode": "1"}]}))
+    code, _, err = bench(f"--figure={tmp_path / 'two.png'}")
+    assert (code, err.startswith("these rows have no factor")) == (2, True)
+
+
+# ------------------------------------------------------------------------------------------------------------- harness
+TINY_HARNESS = {"layers": 1, "prompts": 2, "completions": 2, "updates": 2, "steps": 2, "runs": 2, "run_steps": 1,
+                "cold_start": 0}  # fmt: skip
+
+
+def test_the_harness_is_measured_against_the_bare_loop():
+    rows = benchmark_harness.overhead(Harness(**TINY_HARNESS))
+    assert [(row["what"], row["mode"]) for row in rows] == [
+        ("step, cpu", "bare"), ("step, cpu", "loop"), ("step, wall", "bare"), ("step, wall", "loop"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["paired_low"] <= row["paired_ratio"] <= row["paired_high"]
+    assert rows[0]["paired_ratio"] == rows[2]["paired_ratio"] == 1
+
+
+def test_a_sweep_is_timed_from_the_command_line_to_its_end():
+    row = benchmark_harness.sweep(Harness(**TINY_HARNESS), 2)
+    assert (row["what"], row["mode"]) == ("sweep of 2 runs", "jobs=2")
+    assert row["runs_per_hour"] == pytest.approx(3600 * 2 / row["wall_s"])
+    assert 0 < row["run_wall_s"] < row["wall_s"]
+    assert row["outside_s"] == pytest.approx(row["wall_s"] - 2 * row["run_wall_s"] / 2)
+
+
+def test_the_bare_loop_takes_the_very_updates_of_the_loop(tmp_path):
+    sizes = ["model.layers=1", "prompts=2", "completions=2", "updates=2"]
+    e = experiment([*sizes, "eval_prompts=0", "cold_start.steps=0", "steps=2"])
+    with Cycles(e) as cycles:
+        list(cycles.steps)
+        written = read_table(cycles.folder, "updates")
+        assert read_table(cycles.folder, "drift")
+    bare = [update for updates in benchmark_harness.bare_loop(e, str(tmp_path)) for update in updates]
+    assert len(bare) == len(written) == 4
+    for one, other in zip(bare, written, strict=True):
+        assert {name: other[name] for name in one} == one
+
+
+def test_a_sweep_that_fails_is_an_error_and_not_a_time():
+    settings = Harness(**TINY_HARNESS | {"updates": 3})
+    with pytest.raises(OSError, match=r"launch.jobs=1 ended with code 2: .*4 sequences do not divide into 3 updates"):
+        benchmark_harness.sweep(settings, 1)
+
+
+def test_harness_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="jobs is 1; set it to 2 or more"):
+        Harness(jobs=1)
