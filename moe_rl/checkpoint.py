@@ -8,11 +8,13 @@ One safetensors file, replaced atomically, with a digest: it is whole or it is r
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moe_rl import weight_cache
+from moe_rl.store import write_errors
 
 FORMAT = "3"
 
@@ -43,11 +46,23 @@ def save(
     told = {"format": FORMAT, "schedule": json.dumps(_plain(schedule)), "progress": json.dumps(progress)}
     told["digest"] = _digest(tensors, told)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        save_file(tensors, temporary, told)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with saving(path):
+        try:
+            save_file(tensors, temporary, told)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn what safetensors and the system say of a full disk into a WriteError: the run is to go on when launched
+    again."""
+    with write_errors(path):
+        try:
+            yield
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from error
 
 
 def load(

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_rl import config as settings
@@ -34,6 +35,17 @@ for group, node in {
     "hydra/sweeper": BasicSweeperConf(_target_="hydra_plugins.moe_rl_local.LocalSweeper"),
 }.items():
     ConfigStore.instance().store(group=group, name="moe_rl", node=node)
+
+
+def options() -> str:
+    """The groups and what a user can choose in them, a line each, for --help."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = {group: loader.get_group_options(group) for group in sorted(loader.list_groups("")) if group != "hydra"}
+    chosen = {group: sorted(set(names) - settings.PARTS) for group, names in groups.items()}
+    return "".join(f"{group}: {', '.join(names)}\n" for group, names in chosen.items() if names)
+
+
+OmegaConf.register_new_resolver("moe_rl_options", options, replace=True)
 
 
 def run_one(config: DictConfig, varied: dict[str, Any]) -> None:

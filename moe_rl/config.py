@@ -39,6 +39,7 @@ SUFFIXES = {
 }
 
 
+PARTS = {"schema", "tiny", "from_checkpoint"}  # what options are made of, none themselves
 ASIDE = ("launch", "logger")  # groups that no result depends on
 SETTINGS = {
     "optim": Optim,

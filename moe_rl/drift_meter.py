@@ -16,6 +16,7 @@ from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingTrace
 from moe_rl.soft_drift import router_state, soft_drift
+from moe_rl.store import write_errors
 from moe_rl.traces import TraceWriter
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class DriftMeter:
             if tokens is not self.probe:
                 old = tokens.history[0]
                 path, kind = folder / "traces" / f"step_{step:05d}.parquet", type(self.model).__name__
-                with TraceWriter(path, old.layer_names, old.num_experts, old.top_k, kind) as writer:
+                with write_errors(path), TraceWriter(path, old.layer_names, old.num_experts, old.top_k, kind) as writer:
                     for trace in tokens.history:
                         writer.add(
                             trace, tokens.attention_BS, step=step, sequences=tokens.rows, tokens_BS=tokens.tokens_BS

@@ -51,9 +51,11 @@ class Journal:
         self.progress |= {"step": row["step"], "shown": shown} | self.clock.state()
         return row | shown
 
-    def diverged(self, step: int, update: int, row: dict[str, Any]) -> str:
-        reason = f"loss {row['loss']}, gradient norm {row['grad_norm']} at step {step}, update {update}"
-        self.writer.status("diverged", step=step, steps=self.steps, reason=reason)
+    def diverged(self, reason: str) -> str:
+        """The step after the last whole one has come to numbers that are not finite."""
+        step = self.progress["step"] + 1
+        self.writer.status("diverged", step=step, steps=self.steps, reason=f"{reason} at step {step}")
+        self.writer.checkpoint.unlink(missing_ok=True)
         return "diverged"
 
     def finished(self) -> str:

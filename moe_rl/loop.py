@@ -21,7 +21,7 @@ from moe_rl.drift import compare
 from moe_rl.journal import Journal
 from moe_rl.models.families import find_routers
 from moe_rl.preference_model import PreferenceModel
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import NotFiniteError, Rollouts, RoutingTrace
 from moe_rl.reference import snapshot
 from moe_rl.routers.base import changes_routing
 from moe_rl.shaping import equal_groups, overlong_penalty, replace_equal_groups
@@ -56,6 +56,16 @@ def run(
 def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[str, Any], None, str]:
     """`run`, step by step: yields each row of the table `steps`, that of step 0 first, and returns the final state."""
     journal = Journal(e.steps, writer)
+    try:
+        return (yield from take_steps(e, writer, cache_dir, journal))
+    except NotFiniteError as error:
+        return journal.diverged(str(error))
+
+
+def take_steps(
+    e: Experiment, writer: RunWriter, cache_dir: str, journal: Journal
+) -> Generator[dict[str, Any], None, str]:
+    """The pipeline. NotFiniteError where the policy can no longer be sampled from."""
     model, tokenizer, warmth = build_policy(e, cache_dir, warm=not writer.resumes)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
@@ -109,7 +119,9 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})
             if not (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])):
-                return journal.diverged(step, number, update)
+                return journal.diverged(
+                    f"loss {update['loss']}, gradient norm {update['grad_norm']} at update {number}"
+                )
             writer.append("drift", *drift.after_update(step, number))
             journal.lap("drift_s")
         drift.write_traces(writer.folder, step)
@@ -121,8 +133,9 @@ def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[st
             parts = {"drift": drift.state(), "reference": reference or {}, "critic": critic.state() if critic else {}}
             checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress, joined(parts))
     if e.launch.keep_policy:
-        model.save_pretrained(writer.folder / "policy")
-        tokenizer.save_pretrained(writer.folder / "policy")
+        with checkpoint.saving(writer.folder / "policy"):
+            model.save_pretrained(writer.folder / "policy")
+            tokenizer.save_pretrained(writer.folder / "policy")
     return journal.finished()
 
 

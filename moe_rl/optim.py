@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from moe_rl.models.families import expert_parameters, router_parameters
 from moe_rl.router_pressure import RouterPressure
@@ -24,7 +26,9 @@ TRAINS = {
 class Optim:
     """AdamW and what surrounds it.
 
-    lr: peak learning rate. schedule: constant, linear or cosine decay to 0 after warmup_updates.
+    lr: peak learning rate. warmup_updates: update u, from 0, is taken at (u + 1) / warmup_updates of it, so that the
+    first one moves the weights; transformers' schedules begin at 0. schedule: constant, linear or cosine decay to 0
+    after that, as transformers has them.
     max_grad_norm: gradients of the trained weights are scaled down to this norm; 0 leaves them.
     trains: one of TRAINS. The cold start trains everything whatever it says. Shared experts are no routed experts.
     router_lr: the routers' learning rate, as a multiple of lr.
@@ -78,13 +82,21 @@ class Optim:
         Call it after the cold start. RoutingError where weights must be told apart and the model has no routers, or
         experts that cannot be found.
         """
-        from transformers import get_scheduler
-
         optimizer = torch.optim.AdamW(
             self._groups(model), self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
         )
-        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
-        return optimizer, get_scheduler(name, optimizer, self.warmup_updates, total_updates)
+        return optimizer, LambdaLR(optimizer, functools.partial(self.share_of_lr, total_updates))
+
+    def share_of_lr(self, total_updates: int, update: int) -> float:
+        """The learning rate of an update, from 0, as a share of the peak."""
+        if update < self.warmup_updates:
+            return (update + 1) / self.warmup_updates
+        if self.schedule == "constant":
+            return 1.0
+        decay = max(1, total_updates - self.warmup_updates)
+        if self.schedule == "linear":
+            return max(0.0, (total_updates - update) / decay)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (update - self.warmup_updates) / decay)))
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         if self.trains == "all" and self.router_lr == 1:

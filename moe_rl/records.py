@@ -20,6 +20,10 @@ class RoutingError(RuntimeError):
     """Routing that is missing, ambiguous or impossible. The message names the layers or values and what to do."""
 
 
+class NotFiniteError(RuntimeError):
+    """The policy has come to numbers that are not finite: the run has diverged."""
+
+
 def id_dtype(num_experts: int) -> torch.dtype:
     """Narrowest dtype that holds the ids 0..E-1 and can be computed with: uint8 up to 256 experts, else int16."""
     if not 1 <= num_experts <= 32767:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_rl.store import write_errors
+
 WEIGHTS, FACTS = "weights.safetensors", "facts.json"
 
 
@@ -55,20 +57,21 @@ def save(model: nn.Module, facts: Mapping[str, Any], root: Path, key: str) -> No
     """Write weights and facts; the folder gets its name only when it is whole. Called with the lock held."""
     from safetensors.torch import save as to_bytes
 
+    data = to_bytes({name: tensor.detach().cpu().contiguous() for name, tensor in tensors(model).items()})
+    record = {"sha256": hashlib.sha256(data).hexdigest(), "facts": dict(facts)}
     for stale in root.glob(f".{key}.*"):
         shutil.rmtree(stale)
     temporary = root / f".{key}.{os.getpid()}"
-    temporary.mkdir()
-    data = to_bytes({name: tensor.detach().cpu().contiguous() for name, tensor in tensors(model).items()})
-    record = {"sha256": hashlib.sha256(data).hexdigest(), "facts": dict(facts)}
-    for name, content in ((WEIGHTS, data), (FACTS, json.dumps(record).encode())):
-        with open(temporary / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    if (root / key).exists():
-        shutil.rmtree(root / key)
-    os.replace(temporary, root / key)
+    with write_errors(root / key):
+        temporary.mkdir()
+        for name, content in ((WEIGHTS, data), (FACTS, json.dumps(record).encode())):
+            with open(temporary / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        if (root / key).exists():
+            shutil.rmtree(root / key)
+        os.replace(temporary, root / key)
 
 
 def load(model: nn.Module, folder: Path) -> dict[str, Any] | None:

@@ -132,6 +132,23 @@ def test_bad_input_is_refused_in_one_line_before_anything_runs(arguments, tmp_pa
     assert not list(tmp_path.glob("**/weights.safetensors")), "refused only after the warm-up"
 
 
+@pytest.mark.parametrize("mode", [["seed=0"], ["-m", "seed=0,1"]], ids=["alone", "sweep"])
+def test_a_results_folder_that_cannot_be_is_refused_in_one_line(mode, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    code, _, err = train_here(monkeypatch, capsys, *mode, f"launch.results_dir={tmp_path}/file/x")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: cannot write {tmp_path}/file/x")
+
+
+def test_help_lists_what_a_user_can_choose(monkeypatch, capsys):
+    code, out, _ = train_here(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert "\nmodel: checkpoint, tiny_deepseek_v3, tiny_dense, " in out
+    assert "\nlogger: mlflow, tensorboard, trackio, wandb\n" in out
+    assert "\nlaunch: local\n" in out
+    assert "schema" not in out.split("== Settings")[0]
+
+
 def test_a_sweep_composes_the_config_of_each_run_once(tmp_path, monkeypatch, capsys):
     """The last run is refused, so that none starts."""
     composed, compose = [], ConfigLoaderImpl.load_sweep_config

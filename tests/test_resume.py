@@ -1,5 +1,6 @@
 """A run that was cut off goes on bit for bit; a damaged checkpoint is never read as something else."""
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -10,6 +11,7 @@ import time
 import pytest
 import torch
 from models import tiny
+from test_damage import no_file_longer_than
 from test_laws import ARMS, SECONDS, SMALL, Vowels
 
 from moe_rl import checkpoint, loop
@@ -20,7 +22,7 @@ from moe_rl.engines.hf import Hf
 from moe_rl.optim import Optim
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.native import Native
-from moe_rl.store import TABLES, open_run, read_json, read_table, state_of
+from moe_rl.store import TABLES, WriteError, open_run, read_json, read_table, state_of
 
 OPTIM = Optim(lr=1e-2, schedule="linear", warmup_updates=2)
 
@@ -142,6 +144,22 @@ def test_a_run_that_the_machine_failed_goes_on_and_one_that_failed_by_itself_sta
     assert outcome(tmp_path) == whole()
 
 
+def test_a_run_whose_checkpoint_finds_no_room_goes_on_when_there_is_some(tmp_path, whole):
+    with contextlib.ExitStack() as stack:
+
+        def fill(row):
+            if row["step"] == 3:
+                stack.enter_context(no_file_longer_than(1000))
+
+        with pytest.raises(WriteError, match=r"cannot write .*run/checkpoint.safetensors: .*; make room"):
+            go(tmp_path, experiment(), fill)
+    assert read_json(tmp_path / "run" / "status.json")["resumable"]
+    seen = []
+    assert go(tmp_path, experiment(), seen.append) == "finished"
+    assert [row["step"] for row in seen] == [3, 4]  # from the checkpoint before
+    assert outcome(tmp_path) == whole()
+
+
 def test_a_run_goes_on_from_its_checkpoint_alone(tmp_path, whole, monkeypatch):
     """Neither the cold start's cache nor the code and threads that warmed it up have to be there again."""
 
@@ -186,6 +204,36 @@ def test_a_checkpoint_that_is_damaged_or_foreign_is_refused(tmp_path):
     assert checkpoint.load(path, fresh, optimizer, schedule) == ({"step": 1}, {"ids": torch.tensor([7])})
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("optim", "reason"),
+    [
+        ({"lr": 1e38, "max_grad_norm": 0.0}, "the policy's logits are not finite at step 3"),
+        ({"lr": 1e38, "max_grad_norm": 0.0, "updates": 2}, "loss nan, gradient norm nan at update 2 at step 2"),
+    ],
+    ids=["in sampling", "in an update"],
+)
+def test_a_run_that_diverges_after_a_checkpoint_leaves_none(tmp_path, optim, reason):
+    settings = {name: value for name, value in optim.items() if name != "updates"}
+    e = experiment(optim=Optim(**settings, warmup_updates=0))
+    e = dataclasses.replace(e, updates=optim.get("updates", 1), eval_every=0)
+    build = Optim.build
+
+    def later(self, model, total):
+        """The learning rate is that high from the second step on: a checkpoint has been written by then."""
+        optimizer, schedule = build(dataclasses.replace(self, lr=1e-3), model, total)
+        first = e.updates
+        schedule.lr_lambdas = [lambda update: 1.0 if update < first else self.lr / 1e-3]
+        return optimizer, schedule
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optim, "build", later)
+        assert go(tmp_path, e) == "diverged"
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["reason"] == reason
+    assert [row["step"] for row in read_table(tmp_path / "run", "steps")] == list(range(status["step"]))
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
 
 
 def test_checkpoints_can_be_left_out(tmp_path):

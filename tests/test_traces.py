@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -207,6 +208,11 @@ def test_any_damage_is_an_error_or_does_not_show(tmp_path):
             messages.append(str(error))
     assert all("broken.parquet" in message for message in messages)
     assert len(messages) > 1.5 * len(data)
+
+
+def test_a_path_is_no_table(tmp_path):
+    with pytest.raises(TraceError, match=r"to_pandas\(read_traces\('t.parquet'\)\)"):
+        to_pandas(Path("t.parquet"))
 
 
 def rewritten(path, change):

@@ -521,10 +521,11 @@ def test_schedules_by_hand():
     assert rates(Optim(lr=0.1, schedule="cosine"), 4) == pytest.approx(cosine)
     for schedule in ("constant", "linear", "cosine"):
         got = rates(Optim(lr=0.1, schedule=schedule, warmup_updates=2), 6)
-        assert max(got) == pytest.approx(0.1)
-        assert got[2] == pytest.approx(0.1)
-        assert got[0] < got[1] < got[2]
-        assert got[6] == pytest.approx(0.1 if schedule == "constant" else 0.0)
+        after = {"constant": [1] * 5, "linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [x / 0.1 for x in cosine]}[schedule]
+        assert got == pytest.approx([0.05, 0.1, *(0.1 * x for x in after)])
+        assert rates(Optim(lr=0.1, schedule=schedule, warmup_updates=9), 3) == pytest.approx(
+            [x / 90 for x in (1, 2, 3, 4)]
+        )
 
 
 def test_gradients_are_scaled_down_to_the_norm_and_0_leaves_them():

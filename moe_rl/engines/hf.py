@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.engines.base import Engine
 from moe_rl.recording import record
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import NotFiniteError, Rollouts, RoutingTrace
 from moe_rl.tasks.base import Example, Task
 
 if TYPE_CHECKING:
@@ -149,12 +149,15 @@ class SampledLogprobs(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self._score(input_ids)
         self.logits = scores.float()
+        self.log_sums_B = self.logits.logsumexp(-1)
+        if not self.log_sums_B.isfinite().all():  # before the token is drawn: on a GPU that would end the process
+            raise NotFiniteError("the policy's logits are not finite")
         return scores
 
     def _score(self, sequences: Tensor) -> None:
         if self.logits is not None:
             chosen = self.logits.gather(1, sequences[:, -1:]).squeeze(1)
-            self.columns.append(chosen - self.logits.logsumexp(-1))
+            self.columns.append(chosen - self.log_sums_B)
 
     def finish(self, sequences: Tensor) -> Tensor:
         """Log probabilities [B, T] of the T sampled tokens, nats."""

@@ -19,7 +19,7 @@ A second launch of a finished run does nothing, of one that was cut off goes on 
 starts it again; with another config it is refused.
 """
 
-from moe_rl.store.files import StoreError, WriteError, read_json
+from moe_rl.store.files import StoreError, WriteError, read_json, write_errors
 from moe_rl.store.format import (
     DONE,
     KEY,
@@ -43,6 +43,5 @@ __all__ = [
     "DONE", "KEY", "LEGEND", "LONGEST_NAME", "QUANTILES", "TABLES", "RunWriter", "StoreError", "Study", "WriteError",
     "check_config", "differing_keys", "flatten", "is_packed", "make_folder", "once_per_study", "open_run", "pack",
     "read_json", "read_status", "read_study", "read_table", "run_folder", "run_folders", "settings_name",
-    "shared_and_varied",
-    "state_of",
+    "shared_and_varied", "state_of", "write_errors",
 ]  # fmt: skip

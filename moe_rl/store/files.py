@@ -26,7 +26,7 @@ class WriteError(StoreError, OSError):
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError into a WriteError that names the file and says what to do."""
     try:
         yield
@@ -41,7 +41,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content`; a reader sees the old one or the new one, never a part. WriteError."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with writing(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "xb") as file:

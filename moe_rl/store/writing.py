@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import yaml
 
-from moe_rl.store.files import StoreError, digest, read_bytes, read_json, seal, to_json, write_atomic, writing
+from moe_rl.store.files import StoreError, digest, read_bytes, read_json, seal, to_json, write_atomic, write_errors
 from moe_rl.store.format import DONE, LEGEND, TABLES, differing_keys
 from moe_rl.store.reading import SEAL, read_config, read_status, vouched, written_state
 
@@ -89,7 +89,7 @@ class RunWriter:
             return
         data = "".join(json.dumps(to_json(row)) + "\n" for row in rows).encode()
         path, written = self.folder / f"{table}.jsonl", self.written[table]
-        with writing(path), open(path, "ab") as file:
+        with write_errors(path), open(path, "ab") as file:
             file.truncate(written.length)  # of what was cut off nothing stays
             file.write(data)
         written.add(data)
@@ -125,7 +125,7 @@ def open_run(folder: Path, config: Mapping[str, Any], settings: str = "") -> Ite
     process holds the run, or when the folder holds another config.
     """
     make_folder(folder)
-    with writing(folder / "lock"):
+    with write_errors(folder / "lock"):
         lock = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115 (held for the run's whole life)
     with lock:
         if not _claim(lock):
@@ -168,7 +168,7 @@ def _begin(writer: RunWriter, config: Mapping[str, Any]) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder in which files can be made. WriteError."""
-    with writing(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write, or a read-only file system")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.records import RoutingError, RoutingTrace
-from moe_rl.traces.format import SequenceTrace
+from moe_rl.traces.format import SequenceTrace, TraceError
 
 FILLERS = {"none": None, "zeros": 0, "minus_one": -1}
 CONFLICTS = ("raise", "earlier", "later")
@@ -42,8 +43,10 @@ def to_pandas(records: Iterable[SequenceTrace]) -> pd.DataFrame:
     """One row per token, layer and slot: step, update, pass, sequence, position, token_id, layer, slot, expert.
 
     position counts the sequence's real tokens and layer the MoE layers, both from 0. expert is missing (NA) where the
-    routing is unknown, token_id where no tokens were written.
+    routing is unknown, token_id where no tokens were written. TraceError for anything but such records.
     """
+    if isinstance(records, (str, Path)):
+        raise TraceError(f"to_pandas takes the rows of a file: to_pandas(read_traces({str(records)!r}))")
     columns = ["step", "update", "pass", "sequence", "position", "token_id", "layer", "slot", "expert"]
     frames = [pd.DataFrame(columns=columns)] if not (records := list(records)) else []
     for record in records:
