@@ -5,6 +5,7 @@ import os
 import random
 
 from moe_rl import store
+from moe_rl.store import reading
 
 CONFIG = {"seed": 0}
 LIVES = 12
@@ -70,6 +71,30 @@ def test_a_reader_beside_a_run_that_is_killed_and_goes_on_sees_whole_steps_of_it
             assert steps["reward"].is_monotonic_increasing
     assert seen == {"running", "cut_off", "finished"}
     assert reads > 3 * LIVES
+
+
+def test_a_reader_that_is_overtaken_reads_again(tmp_path, monkeypatch):
+    """Between its look at status.json and its look at a table another process goes on with the run, from step 1."""
+    folder = store.run_folder(tmp_path, "s", "x", {}, 0)
+    with store.open_run(folder, CONFIG) as writer:
+        writer.describe(life=1)
+        writer.append("steps", *({"step": step, "reward": 0.5} for step in (1, 2, 3)))
+        writer.status("running", step=3)
+        writer.checkpoint.write_text("1")
+    read, overtaken = reading.read_bytes, []
+
+    def overtake(path):
+        if path.name == "steps.jsonl" and not overtaken:
+            overtaken.append(path)
+            with store.open_run(folder, CONFIG) as writer:
+                writer.rewind(1)
+                writer.append("steps", {"step": 2, "reward": 0.25})
+                writer.status("running", step=2)
+        return read(path)
+
+    monkeypatch.setattr(reading, "read_bytes", overtake)
+    assert store.read_study(folder.parents[2]).steps["reward"].to_list() == [0.5, 0.25]
+    assert overtaken
 
 
 def test_of_many_processes_that_open_a_run_at_once_one_writes_it(tmp_path):
