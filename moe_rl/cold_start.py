@@ -1,6 +1,6 @@
 """Supervised warm-up: a policy that sometimes answers, so that rewards have something to tell apart.
 
-Reinforcement learning from random weights would wait for the first reward for ever. A few hundred steps of cross
+Reinforcement learning from random weights would wait for the first reward for ever. Some steps of cross
 entropy on demonstrations, a share of whose characters is wrong, leave a policy that is right now and then when
 sampled. Every arm starts from the same warmed-up weights, so they are cached by what determines them.
 """

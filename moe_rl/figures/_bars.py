@@ -1,4 +1,4 @@
-"""Bars on a log axis over runs, with every run shown: what clip_fraction and deviation_histogram share."""
+"""Bars on a log axis over runs, with every run shown: what the figures with bars share."""
 
 from __future__ import annotations
 
