@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ class ForwardWatch:
         self.call: Call | None = None
         self.undo: list[Callable[[], Any]] = []
         self.served = 0
+        self.thread = threading.get_ident()
 
     def begin(self, call: Call) -> None: ...
 
@@ -63,6 +65,11 @@ class ForwardWatch:
     def install(self) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is self.model:
+                if threading.get_ident() != self.thread:
+                    raise RoutingError(
+                        "a forward ran in another thread than the record or replay block was opened in, where it could "
+                        "mix with that thread's forwards; open the block where the forwards run, one thread a model"
+                    )
                 self.call = None
                 call = read_call(args, kwargs)
                 self.begin(call)
@@ -71,7 +78,7 @@ class ForwardWatch:
         before.watch = self  # type: ignore[attr-defined]
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if module is not self.model or self.call is None:
+            if module is not self.model or self.call is None or threading.get_ident() != self.thread:
                 return
             call, self.call = self.call, None
             if output is not None:  # None: the forward raised

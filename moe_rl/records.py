@@ -82,6 +82,15 @@ class RoutingTrace:
         ids = expert_ids_BSLK.masked_fill(~valid_BS[:, :, None, None], 0).to(id_dtype(num_experts))
         return cls(ids, valid_BS, tuple(layer_names), num_experts, source, update)
 
+    def __repr__(self) -> str:
+        """Sizes, not tensors."""
+        B, S = self.valid_BS.shape
+        extras = "".join(f", {name} {list(values.shape)}" for name, values in self.extras.items())
+        return (
+            f"RoutingTrace({B} sequences x {S} columns, {int(self.valid_BS.sum())} known, {self.num_layers} layers, "
+            f"{self.top_k} of {self.num_experts} experts, source={self.source!r}, update={self.update}{extras})"
+        )
+
     @property
     def top_k(self) -> int:
         return self.expert_ids_BSLK.shape[3]
@@ -108,14 +117,15 @@ class RoutingTrace:
 
         Columns that were never forwarded (the last sampled token) become invalid, never a made-up id. RoutingError for
         another number of sequences, where known columns would be cut off, and where left padding is known: then the
-        trace and the mask number their columns differently.
+        trace and the mask number their columns differently; ValueError for what is no mask, such as token ids.
         """
+        mask_BS = as_mask(mask_BS)
         B, S = mask_BS.shape
         have_B, have_S = self.valid_BS.shape
         if have_B != B or self.valid_BS[:, S:].any():
             raise RoutingError(f"a trace of {have_B} sequences x {have_S} columns does not fit a mask of {B} x {S}")
 
-        refuse_shifted(self.valid_BS, mask_BS.to(self.valid_BS.device).bool())
+        refuse_shifted(self.valid_BS, mask_BS.to(self.valid_BS.device))
 
         def fit(tensor: Tensor) -> Tensor:
             return torch.cat([tensor[:, :S], tensor.new_zeros(B, max(0, S - have_S), *tensor.shape[2:])], 1)
@@ -123,7 +133,7 @@ class RoutingTrace:
         return dataclasses.replace(
             self,
             expert_ids_BSLK=fit(self.expert_ids_BSLK),
-            valid_BS=fit(self.valid_BS) & mask_BS.bool(),
+            valid_BS=fit(self.valid_BS) & mask_BS.to(self.valid_BS.device),
             extras={name: fit(values) for name, values in self.extras.items()},
         )
 
@@ -169,20 +179,36 @@ class RoutingTrace:
         )
 
 
-def refuse_shifted(known_BS: Tensor, real_BS: Tensor) -> None:
-    """RoutingError where routing is known left of a sequence's first real token: it belongs to other columns.
+def as_mask(mask_BS: Tensor) -> Tensor:
+    """A mask of True and False from one of these or of 0 and 1. ValueError for anything else."""
+    if mask_BS.dtype != torch.bool and ((mask_BS != 0) & (mask_BS != 1)).any():
+        raise ValueError(
+            f"a mask holds True and False or 0 and 1, this {mask_BS.dtype} tensor goes from {mask_BS.min().item()} to "
+            f"{mask_BS.max().item()}; give the attention mask, not token ids"
+        )
+    return mask_BS.bool()
 
-    real_BS: the attention mask, of columns from the first on. On the right more may be known than is real: generate
-    goes on with the rows that have ended.
+
+def refuse_shifted(known_BS: Tensor, real_BS: Tensor) -> None:
+    """RoutingError where trace and mask number their columns differently, so that routing would go to other tokens.
+
+    known_BS: where the trace knows routing. real_BS: the attention mask, of columns from the first on. Routing known in
+    left padding tells; and under a narrower mask, real tokens left of all that is known, for then the left padding is
+    the trace's. (A trace from behind a pre-filled cache looks like that too, and must be used in its full width.) On
+    the right more may be known than is real: generate goes on with the rows that have ended.
     """
     S = min(known_BS.shape[1], real_BS.shape[1])
     padding_BS = (real_BS.cumsum(1) == 0) & real_BS.any(1, keepdim=True)
     shifted_B = (known_BS[:, :S] & padding_BS[:, :S]).any(1)
+    if known_BS.shape[1] > S:
+        unknown_BS = (known_BS.cumsum(1) == 0) & known_BS.any(1, keepdim=True)
+        shifted_B |= (real_BS & unknown_BS[:, :S]).any(1)
     if shifted_B.any():
         row = int(shifted_B.nonzero()[0])
         raise RoutingError(
-            f"the trace knows routing in the left padding of {int(shifted_B.sum())} sequences (first: {row}): its "
-            "columns are not those of the mask; record with the same padding and attention mask"
+            f"the left padding of {int(shifted_B.sum())} sequences (first: {row}) differs between a trace of "
+            f"{known_BS.shape[1]} columns and a mask of {real_BS.shape[1]}, so their columns are not the same tokens; "
+            "record with the same padding and attention mask"
         )
 
 

@@ -1,6 +1,7 @@
 """Recorded routing: complete, aligned to positions, and what the experts really received."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from moe_rl import record, replay
 from moe_rl.models.families import find_routers
+from moe_rl.policy import routing_of
 from moe_rl.records import RoutingError, RoutingTrace, id_dtype
 
 
@@ -353,3 +355,65 @@ def test_gates_are_those_of_a_variant_and_what_a_family_does_not_return_is_refus
     expected = (trace.extras["router_logits"].gather(-1, trace.expert_ids_BSLK.long()) / 3).softmax(-1)
     assert torch.allclose(trace.extras["gates"], expected, atol=1e-6)
     uninstall()
+
+
+def test_a_block_belongs_to_the_thread_that_opened_it():
+    """Forwards of several threads in one block would mix their routers' choices."""
+    model, (ids, mask) = tiny(), tokens()
+    alone = routing_of(model, ids, mask)
+    barrier, outcomes = threading.Barrier(4), []
+
+    def elsewhere():
+        barrier.wait()
+        for _ in range(5):
+            try:
+                forward(model, ids[:2], mask[:2])
+            except RoutingError as error:
+                outcomes.append(str(error))
+
+    with torch.no_grad(), record(model) as recorder:
+        threads = [threading.Thread(target=elsewhere) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        for _ in range(5):
+            forward(model, ids, mask)
+        for thread in threads:
+            thread.join()
+    assert len(outcomes) == 15
+    assert all("another thread than the record or replay block" in outcome for outcome in outcomes)
+    assert len(recorder.traces) == 5
+    for trace in recorder.traces:
+        assert torch.equal(trace.expert_ids_BSLK, alone.expert_ids_BSLK)
+    found = []
+
+    def of_its_own():
+        with torch.no_grad(), record(model) as recorder:
+            forward(model, ids, mask)
+        found.append(recorder.trace)
+
+    thread = threading.Thread(target=of_its_own)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0].expert_ids_BSLK, alone.expert_ids_BSLK)
+
+
+def test_token_ids_are_not_taken_for_a_mask():
+    model, (ids, mask) = tiny(), tokens()
+    trace = routing_of(model, ids, mask)
+    for wrong in (ids, ids.float(), -mask, 2 * mask):
+        with pytest.raises(ValueError, match=r"0 and 1, this torch\.\w+ tensor goes from .*not token ids"):
+            trace.aligned_to(wrong)
+    for right in (mask, mask.bool(), mask.float()):
+        assert torch.equal(trace.aligned_to(right).valid_BS, mask.bool())
+
+
+def test_a_trace_prints_sizes_and_no_tensors():
+    model, (ids, mask) = tiny(), tokens()
+    with record(model, gates=True, source="old", update=3) as recorder:
+        forward(model, ids, mask)
+    known = int(mask.sum())
+    assert repr(recorder.trace) == (
+        f"RoutingTrace(4 sequences x 9 columns, {known} known, 3 layers, 2 of 8 experts, source='old', update=3, "
+        "gates [4, 9, 3, 2])"
+    )
