@@ -16,9 +16,10 @@ from moe_rl.critic import Critic
 from moe_rl.drift_meter import DriftMeter
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
+from moe_rl.policy_folder import install_on
 from moe_rl.preference_model import PreferenceModel
 from moe_rl.provenance import provenance
-from moe_rl.routers.base import changes_routing, install
+from moe_rl.routers.base import changes_routing
 from moe_rl.tasks.base import overlap
 from moe_rl.update import make_deterministic
 
@@ -43,7 +44,8 @@ def build_policy(
             f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
             "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0, arm.correction=none and engine.router_noise=0"
         )
-    install(model, e.router)
+    with settings_of("router"):
+        install_on(model, e.router, getattr(e.model, "path", ""))
     with settings_of("task"):
         check_lengths(e, model, tokenizer)
     settings = e.cold_start if warm else dataclasses.replace(e.cold_start, steps=0)

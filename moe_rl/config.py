@@ -28,7 +28,7 @@ from moe_rl.preference_model import NO_PREFERENCES, REWARDS, Preferences
 from moe_rl.reference import NO_KL, ReferenceKl
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
-from moe_rl.update import OLD_LOGPROBS, REPLAYS
+from moe_rl.update import KEEPS, OLD_LOGPROBS, REPLAYS
 
 SUFFIXES = {
     "none": "",
@@ -36,6 +36,7 @@ SUFFIXES = {
     "rollout": "_r3",
     "shuffled": "_shuffled_replay",
     "thresholded": "_thresholded_replay",
+    "sticky": "_sticky_replay",
 }
 
 
@@ -67,8 +68,8 @@ def settings_of(group: str) -> Iterator[None]:
 class Arm:
     """A compared method: a policy loss, its advantages, what its training forwards replay, and how it treats an engine
     that samples from another distribution than the trainer's (old_logprobs: one of OLD_LOGPROBS; correction and its
-    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded, see moe_rl.replaying. kl, kl_estimator:
-    coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
+    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded|sticky, see moe_rl.keeping. kl,
+    kl_estimator: coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
 
     policy_loss: Any = "???"
     advantage: str = "group_std"
@@ -120,7 +121,7 @@ class Launch:
     """Where and how, which no result depends on.
 
     jobs: runs at once. threads: of each run. progress: show it. checkpoint_every: steps between checkpoints, 0: none.
-    keep_policy: save the trained model and tokenizer to policy/ in the run's folder.
+    keep_policy: save the trained model, its router variant and the tokenizer to policy/ in the run's folder.
     """
 
     results_dir: str = "results"
@@ -288,9 +289,10 @@ def _check(e: Experiment) -> None:
         raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
     if not 0 <= e.replay_threshold < math.inf:
         raise ConfigError(f"arm.replay_threshold is {e.replay_threshold}; set it to 0 or more")
-    if e.replay_threshold and e.replay != "thresholded":
+    if e.replay_threshold and e.replay not in KEEPS:
         raise ConfigError(
-            f"arm.replay_threshold is {e.replay_threshold} and arm.replay={e.replay} has none; choose thresholded"
+            f"arm.replay_threshold is {e.replay_threshold} and arm.replay={e.replay} has none; choose "
+            f"{' or '.join(KEEPS)}"
         )
     if e.old_logprobs not in OLD_LOGPROBS:
         raise ConfigError(f"arm.old_logprobs is {e.old_logprobs!r}; choose one of {', '.join(OLD_LOGPROBS)}")

@@ -20,6 +20,7 @@ from moe_rl.corrections import tails
 from moe_rl.drift import compare
 from moe_rl.journal import Journal
 from moe_rl.models.families import find_routers
+from moe_rl.policy_folder import save_policy
 from moe_rl.preference_model import PreferenceModel
 from moe_rl.records import NotFiniteError, Rollouts, RoutingTrace
 from moe_rl.reference import snapshot
@@ -92,9 +93,8 @@ def take_steps(
             advantages, returns_BT = critic.judge(rollouts, e.micro_batch)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         keep_logits = e.optim.router_kl > 0 or e.correction.needs_routers
-        batches = old_pass(
-            model, rollouts, advantages, rows, e.micro_batch, e.replay, e.old_logprobs, keep_logits, reference
-        )
+        old = (e.micro_batch, e.replay, e.old_logprobs, keep_logits, reference, e.router)
+        batches = old_pass(model, rollouts, advantages, rows, *old)
         journal.lap("old_pass_s")
         drift.begin_step(step, rollouts)
         journal.lap("drift_s")
@@ -111,6 +111,7 @@ def take_steps(
                 e.replay_threshold,
                 e.optim.pressure,
                 e.kl,
+                e.router,
             )
             if critic is not None:
                 returns = returns_BT[rows[number - 1]].split([len(part) for part in batch.parts])
@@ -134,8 +135,7 @@ def take_steps(
             checkpoint.save(writer.checkpoint, model, optimizer, schedule, journal.progress, joined(parts))
     if e.launch.keep_policy:
         with checkpoint.saving(writer.folder / "policy"):
-            model.save_pretrained(writer.folder / "policy")
-            tokenizer.save_pretrained(writer.folder / "policy")
+            save_policy(writer.folder / "policy", model, tokenizer, e.router)
     return journal.finished()
 
 

@@ -24,16 +24,18 @@ from moe_rl.forwards import Call, ForwardWatch, in_backward
 from moe_rl.records import RoutingError, RoutingTrace, refuse_shifted
 from moe_rl.selection import Selection, around
 
+Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class Replay(ForwardWatch):
     """What `replay` yields. `switch_to(trace)` sets the trace that the following forwards replay.
 
-    kept: with a threshold, (replayed experts that were used, replayed experts) of each router's run so far.
+    kept: with a rule `keep`, (replayed experts that were used, replayed experts) of each router's run so far.
     """
 
-    def __init__(self, model: nn.Module, threshold: float):
+    def __init__(self, model: nn.Module, keep: Keep | None):
         super().__init__(model)
-        self.threshold = threshold
+        self.keep = keep
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.trace: RoutingTrace | None = None
         self.plan: _Plan | None = None
@@ -102,8 +104,8 @@ class Replay(ForwardWatch):
         def choose(scores_NE: Tensor, live: Callable[[], Tensor]) -> Tensor:
             self.check_rows(layer, len(scores_NE), plan.batch, plan.width)
             replayed_NK, live_NK = ids_NK.to(scores_NE.device, torch.int64), live()
-            if self.threshold:
-                replayed_NK = keep_likely(replayed_NK, live_NK, scores_NE.detach(), self.threshold)
+            if self.keep is not None:
+                replayed_NK = self.keep(replayed_NK, live_NK, scores_NE.detach())
                 used_NK = (replayed_NK[:, :, None] == ids_NK.to(scores_NE.device)[:, None, :]).any(-1)
                 valid_N1 = plan.valid_N[:, None]
                 self.kept.append(((used_NK & valid_N1).sum(), valid_N1.expand_as(used_NK).sum()))
@@ -148,26 +150,6 @@ class Replay(ForwardWatch):
         return any(bound is not None and bound.runs < 2 for bound in alive)
 
 
-def keep_likely(replayed_NK: Tensor, live_NK: Tensor, scores_NE: Tensor, threshold: float) -> Tensor:
-    """`replayed_NK` without the experts that the router has turned away from, which its best live choices replace.
-
-        kept: p(expert) >= threshold * min_k p(live_k)          p: scores_NE, as the router ranks them
-
-    Scores that are no probabilities become some by softmax: those of a token with a negative one (-inf, an expert that
-    it may not choose, is probability 0). From threshold 1 on the set is the live one, ties apart, if the live choice is
-    the best scores. Rows are sets of K distinct ids; a kept expert keeps its place.
-    """
-    no_probability_N1 = ((scores_NE < 0) & ~scores_NE.isneginf()).any(-1, keepdim=True)
-    p_NE = torch.where(no_probability_N1, scores_NE.softmax(-1), scores_NE.clamp(min=0.0))
-    p_live_NK = p_NE.gather(-1, live_NK)
-    kept_NK = p_NE.gather(-1, replayed_NK) >= threshold * p_live_NK.amin(-1, keepdim=True)
-    # At most K - kept live choices are among the kept, so the others always suffice.
-    taken_NK = ((live_NK[:, :, None] == replayed_NK[:, None, :]) & kept_NK[:, None, :]).any(-1)
-    order_NK = p_live_NK.masked_fill(taken_NK, -1.0).argsort(dim=-1, descending=True, stable=True)
-    turn_NK = ((~kept_NK).cumsum(-1) - 1).clamp(min=0)  # the first expert dropped gives way to the best, and so on
-    return torch.where(kept_NK, replayed_NK, live_NK.gather(-1, order_NK).gather(-1, turn_NK))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """The forced ids of one forward: ids_LNK, and valid_N where they are known.
@@ -192,8 +174,10 @@ class _Plan:
                 "select its rows with trace[rows] and widen it with trace.aligned_to(mask)"
             )
         columns = slice(call.past, call.past + call.width)
-        if call.past == 0 and call.valid_BS is not None:
-            refuse_shifted(trace.valid_BS, call.valid_BS.to(trace.valid_BS.device))
+        if call.past == 0:
+            known_BS = trace.valid_BS
+            real_BS = known_BS.new_ones(B, call.width) if call.valid_BS is None else call.valid_BS.to(known_BS.device)
+            refuse_shifted(known_BS, real_BS)
         ids_LNK = trace.expert_ids_BSLK[:, columns].permute(2, 0, 1, 3).reshape(trace.num_layers, -1, trace.top_k)
         valid_N = trace.valid_BS[:, columns].reshape(-1)
         return cls(ids_LNK, valid_N, trace.layer_names, call.batch, call.width)
@@ -224,7 +208,7 @@ class _Checkpointed:
 
 
 @contextlib.contextmanager
-def replay(model: nn.Module, trace: RoutingTrace | None = None, threshold: float = 0.0) -> Iterator[Replay]:
+def replay(model: nn.Module, trace: RoutingTrace | None = None, keep: Keep | None = None) -> Iterator[Replay]:
     """Force the experts of `trace` in every forward of `model` while the block runs.
 
     Only the choice is forced: gates are computed from the live router logits over the forced experts by the model's own
@@ -234,8 +218,8 @@ def replay(model: nn.Module, trace: RoutingTrace | None = None, threshold: float
     With several micro-batches before one backward, call `switch_to(trace)` on the yielded object before each forward.
     Backward belongs inside the block when activation checkpointing is on; leaving earlier raises.
 
-    threshold: replay an expert only while the router still gives it this share of what its weakest live choice has, see
-    `keep_likely`; 0 replays all.
+    keep: what becomes of the replayed ids [N, K] at a router, keep(replayed_NK, live_NK, scores_NE), such as a rule of
+    moe_rl.keeping with its threshold; None forces them all.
 
     Raises RoutingError when the trace does not fit the model or the batch, names an expert twice in a row, or was never
     used, and for what `record` refuses.
@@ -243,7 +227,7 @@ def replay(model: nn.Module, trace: RoutingTrace | None = None, threshold: float
     watches = (getattr(hook, "watch", None) for hook in model._forward_pre_hooks.values())
     if any(isinstance(watch, Replay) and watch.model is model for watch in watches):
         raise RoutingError("this model is already being replayed; use switch_to(trace) on the running block")
-    replaying = Replay(model, threshold)
+    replaying = Replay(model, keep)
     if trace is not None:
         replaying.switch_to(trace)
     try:

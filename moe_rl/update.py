@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.corrections import NO_CORRECTION, Correction, router_shift, tails
+from moe_rl.foresight import ranked_scores, teach
+from moe_rl.keeping import keep_likely, keep_unless_outdone
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.recording import record
@@ -20,6 +23,7 @@ from moe_rl.records import PolicyBatch, Rollouts, RoutingTrace
 from moe_rl.reference import NO_KL, ReferenceKl, acting_as
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
+from moe_rl.routers.base import NATIVE, Router, learns
 from moe_rl.store import QUANTILES
 
 if TYPE_CHECKING:
@@ -31,7 +35,9 @@ REPLAYS = {
     "rollout": "training and old-logprob forwards use the experts of the sampling pass (R3, arXiv 2510.11370)",
     "shuffled": "as old_policy, but with the experts of another sequence of the mini-batch (a placebo)",
     "thresholded": "as old_policy, without experts whose live score fell below a share of the weakest live choice's",
+    "sticky": "as old_policy, without experts that the live choice in their place leads by more than a margin",
 }
+KEEPS = {"thresholded": keep_likely, "sticky": keep_unless_outdone}  # the modes that have a threshold
 
 OLD_LOGPROBS = {
     "recompute": "ratios are taken against the trainer's own log probabilities of the old policy",
@@ -48,8 +54,8 @@ class MiniBatch:
 
     from_engine: whether ratios are taken against the engine's log probabilities. recomputed: the old policy's own.
     routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
-    router_logits: the old policy's [B, S, L, E], where asked for. reference: the reference policy's log probabilities,
-    empty without one.
+    router_logits: the old policy's [B, S, L, E], where asked for. scores: what its routers ranked [N, E], one a router,
+    where a router variant learns from it. reference: the reference policy's log probabilities, empty without one.
     """
 
     parts: list[Rollouts]
@@ -60,6 +66,7 @@ class MiniBatch:
     routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
     router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
+    scores: list[list[Tensor]] = dataclasses.field(default_factory=list)
     reference: list[Tensor] = dataclasses.field(default_factory=list)
 
     @property
@@ -99,6 +106,7 @@ def old_pass(
     old_logprobs: str = "recompute",
     keep_logits: bool = False,
     reference: Mapping[str, Tensor] | None = None,
+    router: Router = NATIVE,
 ) -> list[MiniBatch]:
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
@@ -106,7 +114,8 @@ def old_pass(
     of REPLAYS. old_logprobs: one of OLD_LOGPROBS. keep_logits: see `look`. The first mini-batch needs no pass where its
     own training forwards, which are still the old policy's, say the same: where they route live and nothing is to be
     recorded. `take_update` notes it.
-    reference: weights of the reference policy, whose log probabilities are noted too; it routes live.
+    reference: weights of the reference policy, whose log probabilities are noted too; it routes live. router: the
+    installed variant; one that learns is shown the change of scores from the second mini-batch on.
     """
     batches = []
     for rows_of_update in rows:
@@ -115,7 +124,7 @@ def old_pass(
         batches.append(MiniBatch(*cut, from_engine=old_logprobs == "engine"))
     tells_itself = replayed in ("none", "old_policy") and rollouts.routing is None and not keep_logits
     for batch in batches[1:] if tells_itself else batches:
-        look(model, batch, replayed, keep_logits)
+        look(model, batch, replayed, keep_logits, keep_scores=learns(router) and batch is not batches[0])
     if reference is not None:
         with torch.no_grad(), acting_as(model, reference):
             for batch in batches:
@@ -124,11 +133,13 @@ def old_pass(
 
 
 @torch.no_grad()
-def look(model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: bool = False) -> None:
+def look(
+    model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: bool = False, keep_scores: bool = False
+) -> None:
     """Note in `batch` what the model, which is still the old policy, says about it.
 
-    Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, and its router
-    logits if keep_logits (4 L E bytes a token).
+    Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, its router logits
+    if keep_logits, and what a variant was asked to choose by if keep_scores (4 L E bytes a token each).
     """
     for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
         with contextlib.ExitStack() as stack:
@@ -137,6 +148,8 @@ def look(model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: b
                 stack.enter_context(replay(model, forced))
             if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
                 recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
+            if keep_scores:
+                batch.scores.append(stack.enter_context(ranked_scores(model)))
             said = response_logprobs(model, part)
         recorded = recorder.trace if recorder is not None else None
         logits = recorded.extras["router_logits"] if recorded and keep_logits else None
@@ -177,13 +190,16 @@ def take_update(
     threshold: float = 0.0,
     pressure: RouterPressure = NO_PRESSURE,
     kl: ReferenceKl = NO_KL,
+    router: Router = NATIVE,
 ) -> dict[str, Any]:
     """One optimizer step on one mini-batch, accumulated over its micro-batches. Returns columns of the table `updates`.
 
-    threshold: see `replay`. A loss or gradient that is not finite leaves the weights as they were. If nobody has looked
-    at the mini-batch yet, the model is still the old policy: its log probabilities are noted, its routing is live.
+    threshold: of the modes in KEEPS, see moe_rl.keeping; 0 replays all. A loss or gradient that is not finite leaves
+    the weights as they were. If nobody has looked at the mini-batch yet, the model is still the old policy: its log
+    probabilities are noted, its routing is live.
     """
     first = not batch.recomputed
+    keep = functools.partial(KEEPS[replayed], threshold=threshold) if threshold else None
     num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
     num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
     num_real = sum(int(part.attention_BS.sum()) for part in batch.parts)
@@ -192,14 +208,20 @@ def take_update(
     optimizer.zero_grad(set_to_none=True)
     for number, (part, advantages) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
         replays = replayed != "none" and not first
-        with replay(model, batch.routing[number], threshold) if replays else contextlib.nullcontext() as replaying:
+        with replay(model, batch.routing[number], keep) if replays else contextlib.nullcontext() as replaying:
             watched = pressure.on or correction.needs_routers
-            with router_outputs(model) if watched else contextlib.nullcontext() as seen:
+            with contextlib.ExitStack() as stack:
+                seen = stack.enter_context(router_outputs(model)) if watched else []
+                scores = stack.enter_context(ranked_scores(model)) if batch.scores else []
                 logprobs_BT, entropy_BT = response_logprobs(model, part)
+            share = int(part.attention_BS.sum()) / num_real
+            if batch.scores:
+                for name, value in teach(model, router, batch.scores[number], scores, part.attention_BS).items():
+                    extras[name] += share * value
             if first:
                 batch.note(logprobs_BT, entropy_BT)
             old_BT, recomputed_BT = batch.old_logprobs[number], batch.recomputed[number]
-            shift_BT = predicting_shift(seen or [], batch, number) if correction.needs_routers else None
+            shift_BT = predicting_shift(seen, batch, number) if correction.needs_routers else None
             logprobs_BT = correction.apply(
                 logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT, shift_BT
             )
@@ -211,8 +233,7 @@ def take_update(
                 objective = objective + kl.coefficient * term
                 extras["reference_kl"] += float(term.detach())
             if pressure.on:
-                share = int(part.attention_BS.sum()) / num_real
-                extra, values = pressure(seen or [], part.attention_BS, batch.router_logits[number])
+                extra, values = pressure(seen, part.attention_BS, batch.router_logits[number])
                 objective = objective + share * extra
                 for name, value in values.items():
                     extras[name] += share * value

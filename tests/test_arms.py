@@ -107,6 +107,7 @@ def test_another_advantage_than_its_own_shows_in_an_arms_label():
     assert settings.build(composed("dr_grpo", "arm.advantage=group_std")).label == "dr_grpo_group_std"
     assert settings.build(composed("rloo", "arm.replay=rollout")).label == "rloo_r3"
     assert settings.build(composed("gspo", "arm.replay=shuffled")).label == "gspo_shuffled_replay"
+    assert settings.build(composed("gspo", "arm.replay=sticky")).label == "gspo_sticky_replay"
     assert settings.build(composed("rloo", "arm.advantage=group_mean")).label == "reinforce"
     assert settings.build(composed("grpo_r3", "arm.old_logprobs=engine")).label == "grpo_r3_engine_logprobs"
     assert settings.build(composed("gspo_routing_replay", "arm.kl=0.1")).label == "gspo_routing_replay_kl"

@@ -20,7 +20,10 @@ from moe_rl.comparison.numbers import COLUMNS, LEGEND, pooled
 from moe_rl.drift import compare
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.policy import routing_of
+from moe_rl.policy_folder import save_policy
 from moe_rl.records import RoutingTrace
+from moe_rl.routers.base import install
+from moe_rl.routers.binned import Binned
 from moe_rl.traces import TraceHeader, padded, read_traces
 
 ROOT = Path(__file__).parent.parent
@@ -301,3 +304,13 @@ def test_settings_come_from_words():
     assert (settings.old, settings.sequences, settings.router_logits) == ("a=b", 5, True)
     with pytest.raises(ComparisonError, match="cannot use 'old'"):
         Comparison.parse(["old"])
+
+
+def test_a_kept_policy_is_compared_with_the_router_variant_it_was_trained_with(folders, tmp_path, undrawn):
+    model, tokenizer = Tiny(**SMALL).build(0)
+    install(model, Binned(width=0.2))
+    save_policy(tmp_path / "kept", model, tokenizer, Binned(width=0.2))
+    native, binned = (run(folders, tmp_path / name, new=folders / new) for name, new in
+                      (("same", "old"), ("binned", tmp_path / "kept")))  # fmt: skip
+    assert native["slot_change"].max() == 0
+    assert binned["slot_change"].min() > 0

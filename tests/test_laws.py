@@ -28,6 +28,7 @@ from moe_rl.routers.expert_dropout import ExpertDropout
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.native import Native
 from moe_rl.routers.noisy import Noisy
+from moe_rl.routers.predictive import Predictive
 from moe_rl.store import open_run, read_json, read_table
 from moe_rl.tasks.base import Task
 
@@ -73,6 +74,7 @@ ARMS = {
     "grpo_r3": {"policy_loss": Grpo(), "replay": "rollout"},
     "grpo_shuffled_replay": {"policy_loss": Grpo(), "replay": "shuffled"},
     "grpo_thresholded_replay": {"policy_loss": Grpo(), "replay": "thresholded", "replay_threshold": 0.9},
+    "grpo_sticky_replay": {"policy_loss": Grpo(), "replay": "sticky", "replay_threshold": 0.9},
     "gspo": {"policy_loss": Gspo(), "replay": "none"},
     "gspo_token": {"policy_loss": GspoToken(), "replay": "none"},
 }
@@ -241,14 +243,14 @@ def test_a_variant_that_chooses_as_the_model_does_trains_the_same_run(train):
 
 
 @pytest.mark.parametrize("arm", ["grpo", "grpo_routing_replay", "grpo_r3"])
-@pytest.mark.parametrize("router", [Balanced(speed=0.01), LearnedPrior(), Binned(width=0.02)], ids=repr)
+@pytest.mark.parametrize("router", [Balanced(speed=0.01), LearnedPrior(), Binned(width=0.02), Predictive()], ids=repr)
 def test_router_variants_train_under_every_replay(train, arm, router):
     result = train(arm, router=router, steps=1)
     assert result.state == "finished"
     for row in result.tables["updates"]:
         assert (row["log_w_sd"] == 0) == (row["update"] == 1)
     for name, value in result.end.items():
-        if name.endswith(("balance_bias", "prior")):
+        if name.endswith(("balance_bias", "prior", "predictor")):
             assert not torch.equal(value, result.start[name]), name
 
 
@@ -259,6 +261,32 @@ def test_random_routers_route_alike_in_sampling_old_pass_and_training(train, rou
     assert all(row["mismatch_k3"] < 1e-6 for row in result.tables["steps"][1:])
     assert not same({k: v for k, v in result.start.items() if k.endswith(name)},
                     {k: v for k, v in result.end.items() if k.endswith(name)})  # fmt: skip
+
+
+def test_predictive_replay_foresees_the_router_better_than_the_router_of_the_old_policy(train):
+    runs = [train("grpo_r3", router=Predictive(), updates=4, steps=6, prompts=8, seed=seed) for seed in (0, 1, 2)]
+    rows = [row for run in runs for row in run.tables["updates"]]
+    assert all(("foreseen" in row) == (row["update"] > 1) for row in rows), "the first update's scores are the old ones"
+    start = [row for row in rows if (row["step"], row["update"]) == (1, 2)]
+    assert all(row["foreseen"] == row["foreseen_by_native"] for row in start), "it starts as the family's own choice"
+    gain = {u: [r["foreseen"] - r["foreseen_by_native"] for r in rows if r["update"] == u] for u in (2, 3, 4)}
+    assert sum(gain[4]) / len(gain[4]) > 0.005
+    assert all((row["log_w_sd"] == 0) == (row["update"] == 1) for row in rows)
+    native = train("grpo_r3", updates=4, steps=6, prompts=8)
+    assert distance(native.end, {name: runs[0].end[name] for name in native.end}) > 1e-4
+    assert all("foreseen" not in row for row in native.tables["updates"])
+
+
+def test_what_a_router_foresees_depends_on_micro_batches_and_checkpointing_by_rounding_only(train):
+    told = {"router": Predictive(), "updates": 2, "steps": 2}
+    plain = train("grpo_routing_replay", **told)
+    assert same(plain.end, train("grpo_routing_replay", activation_checkpointing=True, **told).end)
+    cut = train("grpo_routing_replay", micro_batch=3, **told)
+    for one, other in zip(plain.tables["updates"], cut.tables["updates"], strict=True):
+        assert one.get("foreseen") == pytest.approx(other.get("foreseen"), abs=0.02)
+    predictors = [[v for k, v in run.end.items() if k.endswith("predictor")] for run in (plain, cut)]
+    assert all(torch.allclose(one, other, atol=1e-2) for one, other in zip(*predictors, strict=True))
+    assert all(one.abs().max() > 0.01 for one in predictors[0])
 
 
 def test_a_warm_up_is_not_shared_between_router_variants(train):
@@ -295,8 +323,9 @@ def test_pressure_on_the_routers_is_logged_and_takes_part(train):
         assert distance(plain.end, result.end) > 1e-4
 
 
-def test_the_share_of_replayed_experts_that_were_kept_is_logged(train):
-    rows = train("grpo_thresholded_replay", updates=4, steps=2, replay_threshold=0.999).tables["updates"]
+@pytest.mark.parametrize("arm", ["grpo_thresholded_replay", "grpo_sticky_replay"])
+def test_the_share_of_replayed_experts_that_were_kept_is_logged(train, arm):
+    rows = train(arm, updates=4, steps=2, replay_threshold=0.999).tables["updates"]
     assert all(row["replay_kept"] == 1 for row in rows if row["update"] == 1)
     assert all(0.5 < row["replay_kept"] <= 1 for row in rows)
     assert sum(row["replay_kept"] < 1 for row in rows) > 2

@@ -362,6 +362,29 @@ def test_a_trace_whose_columns_are_shifted_by_padding_is_refused():
     assert torch.equal(trace.aligned_to(shorter).valid_BS, shorter.bool())
 
 
+def test_a_trace_with_more_left_padding_than_a_narrower_forward_is_refused():
+    """Its first columns would be replayed by tokens that stand columns further left than they were recorded."""
+    model, (ids, mask) = tiny(), tokens(padded=False)
+    pad = torch.nn.functional.pad
+    wide, _ = traced(model, pad(ids, (3, 0)), pad(mask, (3, 0)))
+    for given in (mask, None):
+        differs = pytest.raises(RoutingError, match=r"left padding of 4 sequences .* of 12 columns and a mask of 9")
+        with differs, replay(model, wide):
+            model(input_ids=ids, attention_mask=given)
+    less = pad(ids, (1, 0)), pad(mask, (1, 0))
+    with pytest.raises(RoutingError, match=r"a trace of 12 columns and a mask of 10"), replay(model, wide):
+        forward(model, *less)
+    one_row = pad(mask, (3, 0))
+    one_row[0, 2] = 1  # a single sequence that is one token longer
+    with pytest.raises(RoutingError, match=r"left padding of 1 sequences \(first: 0\)"), replay(model, wide):
+        model(input_ids=pad(ids, (3, 0))[:, :11], attention_mask=one_row[:, :11])
+    with torch.no_grad(), replay(model, wide) as replaying:
+        forward(model, pad(ids, (3, 0))[:, :7], pad(mask, (3, 0))[:, :7])  # a first piece of the same columns
+        assert replaying.served == 1
+    with pytest.raises(RoutingError, match="12 columns does not fit a mask of 4 x 9"):
+        wide.aligned_to(mask)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_works_inside_generate(family):
     model, (ids, mask) = tiny(family), tokens(3, 5)

@@ -47,7 +47,7 @@ def outcome(folder):
     run = folder / "run"
     rows = {t: [{k: v for k, v in row.items() if k not in SECONDS} for row in read_table(run, t)] for t in TABLES}
     traces = {path.name: path.read_bytes() for path in sorted(run.glob("traces/*"))}
-    return repr(rows), traces, (run / "policy" / "model.safetensors").read_bytes()
+    return repr(rows), traces, [path.read_bytes() for path in sorted(run.glob("policy/*.safetensors"))]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from moe_rl.routers.expert_dropout import ExpertDropout
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.native import Native
 from moe_rl.routers.noisy import Noisy
+from moe_rl.routers.predictive import Predictive
 from moe_rl.routers.sigmoid_bias import SigmoidBias
 from moe_rl.routers.tempered import Tempered
 
@@ -54,7 +55,7 @@ def family(request):
 
 
 def test_every_file_is_found():
-    assert {"native", "binned", "tempered", "balanced", "learned_prior"} <= ROUTERS.keys()
+    assert {"native", "binned", "tempered", "balanced", "learned_prior", "predictive"} <= ROUTERS.keys()
 
 
 # ------------------------------------------------------------------------------------------------------------- contract
@@ -136,6 +137,8 @@ def test_the_state_of_a_variant_travels_in_the_state_dict(variant, family):
         forward(model, ids, mask).logits.logsumexp(-1).mean().backward()
         optimizer.step()
         for site in find_routers(model):
+            scores = torch.rand(2, 50, site.num_experts, generator=torch.Generator().manual_seed(0))
+            variant.learn(*scores.softmax(-1), site.module)
             variant.after_update(site.module)
     trace, logits = run(model, ids, mask)
     other = tiny(family, seed=1)
@@ -395,6 +398,74 @@ def test_a_draw_lasts_and_is_a_function_of_the_weights_and_the_updates(kind):
         assert not torch.equal(getattr(one, name), getattr(other, name)), "layers have draws of their own"
 
 
+def test_predictive_by_hand():
+    """One feature and the constant: with E = 2, centred scores are (z, -z), and so are their changes."""
+    router = Predictive(ridge=1e-6)
+    module = attached(router, 2)
+    old = torch.tensor([[0.9, -0.9], [0.5, -0.5]]).softmax(-1)
+    new = torch.tensor([[0.4, -0.4], [-0.1, 0.1]]).softmax(-1)  # changes of z: -0.5 and -0.6
+    assert router.select(old, 1, module).tolist() == [[0], [0]]
+    router.learn(old, new, module)
+    assert router.select(old, 1, module).tolist() == [[0], [0]], "it predicts from after_update on"
+    router.after_update(module)
+    predicted = (
+        torch.tensor([[0.9, -0.9], [0.5, -0.5]]) + torch.tensor([[0.9, -0.9, 1], [0.5, -0.5, 1]]) @ module.predictor
+    )
+    assert torch.allclose(predicted, torch.tensor([[0.4, -0.4], [-0.1, 0.1]]), atol=1e-3)
+    assert router.select(old, 1, module).tolist() == [[0], [1]]
+    # Both tokens lie on the line change = 0.25 z - 0.725: a third at z = 0.8 moves by -0.525.
+    third = torch.tensor([[0.8, -0.8]])
+    moved = third + torch.tensor([[0.8, -0.8, 1.0]]) @ module.predictor
+    assert moved[0].tolist() == pytest.approx([0.275, -0.275], abs=1e-3)
+
+
+def test_predictive_forgets_and_the_ridge_holds_it_back():
+    old, new = (torch.tensor(logits).softmax(-1) for logits in ([[1.0, -1.0]], [[0.5, -0.5]]))
+    router = Predictive(memory=0.5, ridge=0.5)
+    module = attached(router, 2)
+    for expected in (1.0, 0.5 + 1, 0.25 + 0.5 + 1):
+        router.learn(old, new, module)
+        assert module.seen_xx[2, 2] == pytest.approx(expected)
+        router.after_update(module)
+    # x = (1, -1, 1), change (-.5, .5): (x'x s + .5 s I)^-1 x' s change = x' change / (3 + .5), at every s.
+    assert module.predictor[:, 0].tolist() == pytest.approx([-0.5 / 3.5, 0.5 / 3.5, -0.5 / 3.5], abs=1e-4)
+
+
+def test_predictive_does_not_learn_from_experts_outside_a_tokens_groups():
+    router, inf = Predictive(), float("inf")
+    module = attached(router, 4)
+    router.learn(torch.tensor([[0.3, 0.2, -inf, -inf]]), torch.tensor([[0.2, 0.3, -inf, -inf]]), module)
+    router.after_update(module)
+    assert module.predictor.isfinite().all()
+    assert not module.predictor[2:4].any()
+    assert not module.predictor[:, 2:].any()
+    assert router.select(torch.tensor([[0.3, 0.2, -inf, -inf]]), 2, module).sort(-1).values.tolist() == [[0, 1]]
+
+
+def test_predictive_agrees_more_and_more_with_what_the_router_will_choose():
+    """A router that moves by a rule and by noise: what it ranks next is foreseen better after every lesson."""
+    generator = torch.Generator().manual_seed(0)
+    router, E, K = Predictive(), 16, 2
+    module = attached(router, E)
+    rule, shift = 0.15 * torch.randn(E, E, generator=generator), 0.4 * torch.randn(E, generator=generator)
+    agreement, native, moved = [], [], []
+    for _ in range(12):
+        old = torch.randn(40, E, generator=generator)
+        new = old + old @ rule + shift + 0.1 * torch.randn(40, E, generator=generator)
+        chosen, own, future = router.select(old.softmax(-1), K, module), old.topk(K).indices, new.topk(K).indices
+        agreement.append((chosen[:, :, None] == future[:, None]).any(-1).float().mean().item())
+        native.append((own[:, :, None] == future[:, None]).any(-1).float().mean().item())
+        moved.append((chosen.sort(-1).values != own.sort(-1).values).any(-1).float().mean().item())
+        router.learn(old.softmax(-1), new.softmax(-1), module)
+        router.after_update(module)
+    assert agreement[0] == native[0] < 0.7
+    assert moved[0] == 0
+    assert min(moved[1:]) > 0.3, "it chooses other experts than the family"
+    first, last = sum(agreement[1:4]) / 3, sum(agreement[-3:]) / 3
+    assert agreement[0] < first < last
+    assert last > 0.9
+
+
 def test_sigmoid_bias_gates_by_hand_and_chooses_as_balanced():
     router, module = SigmoidBias(), torch.nn.Identity()
     logits, chosen = torch.tensor([[0.0, 5.0, -1.0, 2.0]]), torch.tensor([[3, 0]])
@@ -412,6 +483,8 @@ def test_sigmoid_bias_gates_by_hand_and_chooses_as_balanced():
         (Tempered, {"temperature": -1.0}),
         (Balanced, {"speed": -1.0}),
         (SigmoidBias, {"speed": -2.0}),
+        (Predictive, {"memory": 1.5}),
+        (Predictive, {"ridge": 0.0}),
         (Noisy, {"scale": -1.0}),
         (Noisy, {"every": 0}),
         (ExpertDropout, {"share": 1.0}),

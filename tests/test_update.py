@@ -1,5 +1,6 @@
 """The update: ratios that start at exactly 1, parts that add up, replay that happens, numbers by hand."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -8,8 +9,10 @@ import pytest
 import torch
 from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 
-from moe_rl import record
+from moe_rl import record, replay
 from moe_rl.drift import compare
+from moe_rl.foresight import ranked_scores
+from moe_rl.models.families import find_routers
 from moe_rl.optim import Optim
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
@@ -18,6 +21,7 @@ from moe_rl.policy_losses.gspo import Gspo
 from moe_rl.records import LossOutput, Rollouts, RoutingError, RoutingTrace
 from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
+from moe_rl.routers.predictive import Predictive
 from moe_rl.update import (
     clip_columns,
     look,
@@ -35,6 +39,7 @@ ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
 
 # Columns of settings that have something to say there.
 SOMETIMES = {"value_loss", "explained_variance", "replay_kept", "balance_loss", "router_kl", "reference_kl"}
+SOMETIMES |= {"foreseen", "foreseen_by_native"}
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):
@@ -283,6 +288,7 @@ def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
         (sampled, "old_policy", False),
         (rollouts(), "shuffled", False),  # the old policy uses the wrong experts too
         (rollouts(), "thresholded", False),
+        (rollouts(), "sticky", False),
         (rollouts(), "none", True),  # router_kl wants the old policy's logits
     ):
         batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, replayed, keep_logits=logits)
@@ -474,6 +480,47 @@ def test_ratio_columns_by_hand():
     # sorted -.1 0 .1 .2 .4; the quantile q lies at place 4 q, between neighbours in proportion
     assert columns["log_w_q"] == pytest.approx([-0.096, -0.08, 0.0, 0.1, 0.2, 0.36, 0.392])
     assert columns["log_s_q"] == pytest.approx([0.004, 0.02, 0.1, 0.2, 0.2, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(("replayed", "micro_batch"), [("none", 0), ("old_policy", 3), ("rollout", 0)])
+def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_the_same_real_tokens(
+    replayed, micro_batch
+):
+    model, variant = tiny(), Predictive()
+    install(model, variant)
+    make_deterministic(model)
+    data = rollouts(model, routing=replayed == "rollout")
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), micro_batch, replayed, router=variant)
+    assert not batches[0].scores
+    optimizer, schedule = Optim(lr=1e-2).build(model, 2)
+
+    def scores():
+        of_part = []
+        for part, trace in zip(batches[1].parts, batches[1].routing, strict=True):
+            forced = replay(model, trace) if trace is not None else contextlib.nullcontext()
+            with torch.no_grad(), forced, ranked_scores(model) as seen:
+                response_logprobs(model, part)
+            of_part.append(seen)
+        real = [part.attention_BS.flatten() for part in batches[1].parts]
+        return [torch.cat([part[layer][rows] for part, rows in zip(of_part, real, strict=True)]) for layer in range(3)]
+
+    old = scores()
+    told = [take_update(model, optimizer, schedule, batches[0], Grpo(), replayed, 0.0, router=variant)]
+    new = scores()
+    told += [take_update(model, optimizer, schedule, batches[1], Grpo(), replayed, 0.0, router=variant)]
+    kept = []
+    for site, old_NE, new_NE in zip(find_routers(model), old, new, strict=True):
+        assert (new_NE - old_NE).abs().max() > 1e-3
+        expected = tiny(layers=1).model.layers[0].mlp.gate
+        variant.attach(expected, 8, 2)
+        variant.learn(old_NE, new_NE, expected)
+        for name in ("seen_xx", "seen_xy"):
+            wanted, got = getattr(expected, name), getattr(site.module, name)
+            assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max())
+        both = [x.topk(2).indices for x in (old_NE, new_NE)]
+        kept.append((both[0][:, :, None] == both[1][:, None, :]).any(-1).float().mean().item())
+    assert "foreseen" not in told[0]
+    assert told[1]["foreseen"] == told[1]["foreseen_by_native"] == pytest.approx(sum(kept) / 3, abs=1e-6)
 
 
 def test_columns_of_an_update_are_those_that_the_store_knows():

@@ -14,6 +14,7 @@ from moe_rl.models.build import Checkpoint
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
 from moe_rl.policy import routing_of
+from moe_rl.policy_folder import restore_variant
 from moe_rl.recording import record
 from moe_rl.routing_metrics import router_entropy
 from moe_rl.traces import TraceHeader, TraceWriter
@@ -43,11 +44,13 @@ def measure(
     """Write the routing of `old` or `new` on all sequences to `path`.
 
     Returns rows of `noise_floor`, empty where there is a reference (what the other checkpoint's file says), and the
-    routers' entropy [L], nats, where asked for. ComparisonError for a dense model, one of another architecture, and
-    texts that are too long for it.
+    routers' entropy [L], nats, where asked for. A policy that a run kept routes by the variant it was trained with.
+    ComparisonError for a dense model, one of another architecture, and texts that are too long for it.
     """
     try:
-        model, _ = settings.checkpoint(name).build(seed=0)
+        checkpoint = settings.checkpoint(name)
+        model, _ = checkpoint.build(seed=0)
+        restore_variant(model, checkpoint.path)
     except ValueError as error:
         raise ComparisonError(f"{name}: {str(error).replace('model.path', name)}") from error
     try:

@@ -81,6 +81,7 @@ FIELD = {  # the other arms of conf/arm
     "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
     "grpo_shuffled_replay": Look("#BBAA88", (0, (1.2, 1.2)), "H"),
     "grpo_thresholded_replay": Look("#A65628", (0, (7, 2)), "$R$"),
+    "grpo_sticky_replay": Look("#C2571A", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$Y$"),
     "grpo_engine_logprobs": Look("#6F4C9B", (0, (3, 1.2)), "$E$"),
     "gspo_engine_logprobs": Look("#1B7F79", (0, (3, 1.2)), "$G$"),
     "grpo_tis": Look("#EE99AA", (0, (7, 2)), "$T$"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.models.families import RouterSite, require_routers
+from moe_rl.models.families import RouterSite, find_routers, require_routers
 from moe_rl.records import RoutingError
 from moe_rl.selection import Selection, around
 
@@ -38,8 +38,17 @@ class Router:
         """
         raise RoutingError(f"{type(self).__name__} leaves the gates to the model")
 
+    def learn(self, old_scores_NE: Tensor, scores_NE: Tensor, router: Any) -> None:
+        """What the router ranked for some tokens under the old policy, and ranks now; before `after_update`.
+
+        Called for every micro-batch of a step's second and later updates, once a router, without gradient.
+        """
+
     def after_update(self, router: Any) -> None:
         """Called after every gradient update, once a router."""
+
+
+NATIVE = Router()
 
 
 def log_scores(scores_NE: Tensor) -> Tensor:
@@ -89,11 +98,18 @@ def moves_by_itself(variant: Router) -> bool:
     return type(variant).after_update is not Router.after_update
 
 
+def learns(variant: Router) -> bool:
+    """Whether a variant wants to see how scores change."""
+    return type(variant).learn is not Router.learn
+
+
 def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     """Let `variant` choose in every router of `model`, until the returned function takes it and its state away.
 
-    A variant that overrides nothing costs nothing and is fine on a dense model. Raises RoutingError where a variant
-    needs routing and the model is dense, or needs logits and the family's routers return none.
+    A variant that overrides nothing costs nothing and is fine on a dense model. It acts on this very model: a deepcopy
+    routes as the family does, until the variant is installed on it and `load_state_dict` gives it the state. On disk
+    moe_rl.policy_folder keeps both. Raises RoutingError where a variant needs routing and the model is dense, or needs
+    logits and the family's routers return none.
     """
     if not changes_routing(variant):
         return lambda: None
@@ -103,10 +119,13 @@ def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     for site in require_routers(model):
         if weighs and not site.ids_in_output:
             raise RoutingError(f"{kind.__name__} sets the gates, which {type(site.module).__name__} does not expose")
-        own = set(site.module.state_dict())
+        own = _tensors(site.module)
         variant.attach(site.module, site.num_experts, site.top_k)
         undo.extend(_install_on(site, variant, chooses, weighs))
-        undo.extend(partial(delattr, site.module, name) for name in set(site.module.state_dict()) - own)
+        names = [name for name, tensor in _tensors(site.module).items() if own.get(name) is not tensor]
+        vars(site.module)["attached"] = names
+        undo.extend(partial(delattr, site.module, name) for name in names)
+        undo.append(partial(vars(site.module).pop, "attached", None))
 
     def uninstall() -> None:
         while undo:
@@ -115,8 +134,22 @@ def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     return uninstall
 
 
+def attached(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that the installed variant added, by their names in the model's state dict."""
+    state = model.state_dict()
+    names = [f"{site.name}.{name}" for site in find_routers(model) for name in vars(site.module).get("attached", ())]
+    return {name: state[name] for name in names}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def _install_on(site: RouterSite, variant: Router, chooses: bool, weighs: bool) -> list[Callable[[], None]]:
     def choose(scores_NE: Tensor, live: Callable[[], Tensor]) -> Tensor:
+        ranked: list[Tensor] | None = vars(site.module).get("ranked")  # see moe_rl.foresight.ranked_scores
+        if ranked is not None:
+            ranked.append(scores_NE.detach())
         return variant.select(scores_NE, site.top_k, site.module)
 
     def leave(selection: Selection | None, output: Any) -> Any:

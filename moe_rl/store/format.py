@@ -68,7 +68,9 @@ LEGEND: dict[str, dict[str, str]] = {
         "balance_loss": "load-balancing loss without its coefficient, 1 when even (optim.balance_loss > 0)",
         "router_kl": "KL of router softmaxes, old policy || new, nats, without its coefficient (optim.router_kl > 0)",
         "reference_kl": "estimate of KL(new || policy after the cold start), nats a token, no coefficient (arm.kl > 0)",
-        "replay_kept": "share of replayed experts that were used (replay=thresholded), over the training forwards",
+        "replay_kept": "share of replayed experts that training forwards used (replay=thresholded|sticky)",
+        "foreseen": "share of a learning router's choice by old scores that is in the top-k of the present ones",
+        "foreseen_by_native": "the same of the top-k of the old scores",
         "ess": "effective sample size of the weights w, as a share of the tokens",
     },
     "drift": {
