@@ -388,3 +388,23 @@ def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
     runs = store.read_study(tmp_path / "d").runs.set_index("knobs").state
     assert sorted(runs) == ["diverged", "finished"]
     assert [state for knobs, state in runs.items() if "1e+30" in knobs] == ["diverged"]
+
+
+def test_two_launches_of_one_study_at_once_leave_each_run_whole(sweep, tmp_path, monkeypatch, capsys):
+    """One has a process of its own. What one is writing, the other says so of and leaves alone; it takes the rest."""
+    results, arguments, _ = sweep
+    again = [f"launch.results_dir={tmp_path}" if a.startswith("launch.results_dir=") else a for a in arguments]
+    other = subprocess.Popen([sys.executable, TRAIN, "-m", *again], stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("s/*/*/seed_*/status.json")):
+        assert other.poll() is None
+        time.sleep(0.02)
+    code, _, err = train_here(monkeypatch, capsys, "-m", *again)
+    others_err = other.communicate(timeout=300)[1]
+    said = err.splitlines() + others_err.splitlines()
+    assert said
+    assert all(line.startswith("failed: ") and "is being written by another process" in line for line in said), said
+    assert (code, other.returncode) == (int(bool(err)), int(bool(others_err)))
+    for table in ("updates", "drift"):
+        for path in results.glob(f"s/*/*/seed_*/{table}.jsonl"):
+            assert (tmp_path / path.relative_to(results)).read_text() == path.read_text()
+    assert store.read_study(tmp_path / "s").runs["state"].tolist() == ["finished"] * 4
