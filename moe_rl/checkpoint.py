@@ -93,7 +93,7 @@ def load(
             tensor.copy_(tensors[f"model.{name}"])
     for name, parameter in model.named_parameters():
         moments = {
-            key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu")
+            key: tensors[f"{key}.{name}"].to(parameter.device)  # the step too: a fused kernel reads it there
             for key in ("exp_avg", "exp_avg_sq", "step")
             if f"{key}.{name}" in tensors
         }

@@ -133,7 +133,5 @@ class Critic(ScalarModel):
         for name, parameter in self.named_parameters():
             parameter.copy_(state[f"weight.{name}"])
             if f"step.{name}" in state:
-                own = {moment: state[f"{moment}.{name}"] for moment in MOMENTS}
-                self.optimizer.state[parameter] = {
-                    moment: value if moment == "step" else value.to(parameter.device) for moment, value in own.items()
-                }
+                own = {moment: state[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
+                self.optimizer.state[parameter] = own

@@ -17,6 +17,7 @@ from test_laws import ARMS, SECONDS, SMALL, Vowels
 from moe_rl import checkpoint, loop
 from moe_rl.cold_start import ColdStart
 from moe_rl.config import Experiment, Launch
+from moe_rl.critic import Critic, CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.hf import Hf
 from moe_rl.optim import Optim
@@ -234,6 +235,24 @@ def test_a_run_that_diverges_after_a_checkpoint_leaves_none(tmp_path, optim, rea
     assert status["reason"] == reason
     assert [row["step"] for row in read_table(tmp_path / "run", "steps")] == list(range(status["step"]))
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+def test_moments_come_back_to_where_the_weights_are(tmp_path):
+    """The step too: fused AdamW on a GPU reads it there. The meta device stands for any that is not the CPU."""
+    model, elsewhere = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False, device="meta")
+    optimizer, schedule = Optim().build(model, 10)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", model, optimizer, schedule, {}, {})
+    resumed, schedule = Optim().build(elsewhere, 10)
+    checkpoint.load(tmp_path / "c", elsewhere, resumed, schedule)
+    trained, critic = (Critic(tiny(layers=1), CriticSettings()) for _ in range(2))
+    trained.scores(torch.tensor([[5, 6, 7]]), torch.ones(1, 3)).sum().backward()
+    trained.optimizer.step()
+    critic.to("meta").resume(trained.state())
+    for made in (resumed, critic.optimizer):
+        places = {str(moment.device) for moments in made.state.values() for moment in moments.values()}
+        assert places == {"meta"}
 
 
 def test_checkpoints_can_be_left_out(tmp_path):
