@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from moe_rl import discovery
 from moe_rl.advantage import ADVANTAGES
@@ -232,14 +232,18 @@ def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
 
     Changes `config`. overrides: what Hydra was given for this run. ConfigError also for an arm without a rate.
     """
-    experiment, rates = build(config), dict(config.lr_of_arm)
+    experiment, rates = build(config), dict(config.get("lr_of_arm", {}))
+    with open_dict(config):  # left out by ~lr_of_arm, it is as if no study had given it
+        config.lr_of_arm = {}
     if not rates:
         return experiment
     if any(override.partition("=")[0].lstrip("+") == "optim.lr" for override in overrides):
-        raise ConfigError("optim.lr is given and the study gives each arm its own, lr_of_arm; leave one of them out")
+        raise ConfigError(
+            "optim.lr is given and the study gives each arm its own; leave it out, or drop theirs by '~lr_of_arm'"
+        )
     if experiment.label not in rates:
         raise ConfigError(f"lr_of_arm has no rate for {experiment.label}; add +lr_of_arm.{experiment.label}=<lr>")
-    config.optim.lr, config.lr_of_arm = rates[experiment.label], {}
+    config.optim.lr = rates[experiment.label]
     return build(config)
 
 
@@ -352,8 +356,8 @@ def knobs(config: DictConfig, overrides: Iterable[str]) -> dict[str, Any]:
     varied = {}
     for override in overrides:
         key, _, text = override.partition("=")
-        key = key.lstrip("+")
-        if key in ("arm", "seed", "study", "study_name") or key.startswith((*ASIDE, "hydra")):
+        key = key.lstrip("+~")
+        if key in ("arm", "seed", "study", "study_name") or key.startswith((*ASIDE, "hydra", "lr_of_arm")):
             continue
         value = OmegaConf.select(config, key)
         varied[key] = text if value is None or isinstance(value, (DictConfig, ListConfig)) else value

@@ -11,9 +11,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from moe_rl import cli, store
+from moe_rl import cli, config, store
 from moe_rl.store.files import digest
 from moe_rl.store.reading import SEAL
 
@@ -380,7 +381,16 @@ def test_each_arm_gets_its_own_learning_rate_and_it_names_no_setting(tmp_path):
     study = store.read_study(tmp_path / "t")
     assert dict(zip(study.runs.arm, study.setting("optim.lr"), strict=True)) == {"grpo": 1e-3, "gspo": 2e-3}
     assert study.updates.groupby("arm").lr.max().to_dict() == {"grpo": 1e-3, "gspo": 2e-3}
-    assert study.runs.knobs.nunique() == 1
+    assert not study.runs.knobs.str.contains("lr_of_arm").any()
+
+
+def test_the_learning_rates_of_a_study_can_be_dropped():
+    given = ["study=methods", "arm=ppo", "~lr_of_arm", "optim.lr=3e-3"]
+    with initialize_config_dir(config.config_folder(), version_base="1.3"):
+        composed = compose("config", given)
+    assert config.settle(composed, given).optim.lr == 3e-3
+    assert config.identity(composed)["lr_of_arm"] == {}
+    assert config.knobs(composed, given) == {"optim.lr": 3e-3}
 
 
 def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
