@@ -64,12 +64,14 @@ def scaling(settings: Scaling) -> list[dict[str, Any]]:
     A cycle is one of arm grpo at the defaults of conf/, without evaluation and checkpoints; cycle is the sum of its
     parts.
 
-    Where cost is not proportional: small forwards are bound by a fixed cost a layer and an operation, not by tokens. So
-    a rollout, which decodes one token a sequence at a time, hardly grows with sequences until there are hundreds, and
-    grows with tokens; updates and old pass fall short of 1 in sequences and tokens for the prompts, too, which stay as
-    long as they are. Drift is measured on drift.rollouts and drift.probe sequences, however many a step has. Experts at
-    fixed K cost their router's columns, and a fixed cost each that is used. The same tokens in more updates are more
-    and smaller forwards and optimizer steps, and the old pass leaves out the first of M mini-batches.
+    Where cost is not proportional to size. Small forwards are bound by a fixed cost an operation, so a rollout, which
+    decodes one token a sequence at a time, hardly grows with sequences until there are hundreds; updates and old pass
+    come close to 1 there. In tokens a rollout is a little above 1, for each new token attends to more; what forwards
+    whole sequences stays below 1, for their prompts do not grow. Drift is measured on drift.rollouts sequences, however
+    many a step has, and on a probe that does not grow with responses. In layers, what is outside them stays: drawing
+    tokens, rewards, embedding and output head. Experts at fixed K add columns to the router, and a fixed cost for each
+    expert that is chosen: about x^0.15. Updates cut the same sequences into more and smaller forwards, and the old pass
+    leaves out the first of M mini-batches; drift, measured after each update, is proportional to M.
     """
     turns: dict[tuple[str, int], list[dict[str, float]]] = {point: [] for point in points(settings)}
     with one_thread(), contextlib.ExitStack() as stack:
