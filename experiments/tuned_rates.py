@@ -13,9 +13,18 @@ from moe_rl.store import StoreError, read_study
 
 
 def outcomes(folder: Path) -> pd.DataFrame:
-    """Mean final reward over seeds (a diverged run: 0), a row an arm, a column a learning rate."""
+    """Mean final reward over seeds (a diverged run: 0), a row an arm, a column a learning rate.
+
+    StoreError where some have fewer runs that have ended: their means are over other seeds.
+    """
     study = read_study(folder)
     numbers = run_numbers(study).assign(lr=[float(lr) for lr in study.setting("optim.lr")])
+    ended = numbers.pivot_table(index="arm", columns="lr", values="outcome", aggfunc="count", fill_value=0).stack()
+    if ended.nunique() > 1:
+        (arm, lr), most = ended.idxmin(), ended.max()
+        raise StoreError(
+            f"{arm} at {lr:g} has {ended.min()} runs that have ended, others {most}; launch {folder} again"
+        )
     return numbers.pivot_table(index="arm", columns="lr", values="outcome", aggfunc="mean")
 
 

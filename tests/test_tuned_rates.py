@@ -1,9 +1,13 @@
 """The rates of study=methods are those that the committed tuning study gives."""
 
+import dataclasses
 import runpy
 from pathlib import Path
 
+import pytest
 import yaml
+
+from moe_rl.store import StoreError, read_study
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,3 +25,14 @@ def test_each_arm_of_the_methods_study_has_the_rate_that_was_best_on_other_seeds
     assert {key: methods[key] for key in ("steps", "prompts", "model")} == {
         key: tuning[key] for key in ("steps", "prompts", "model")
     }
+
+
+def test_arms_with_fewer_runs_that_have_ended_are_refused():
+    path = ROOT / "experiments" / "results" / "tuning"
+    outcomes = runpy.run_path(str(ROOT / "experiments" / "tuned_rates.py"))["outcomes"]
+    study = read_study(path)
+    missing = study.runs.iloc[0]
+    fewer = dataclasses.replace(study, runs=study.runs.iloc[1:].reset_index(drop=True), configs=study.configs[1:])
+    outcomes.__globals__["read_study"] = lambda folder: fewer
+    with pytest.raises(StoreError, match=f"{missing.arm} at .* has 1 runs that have ended, others 2; launch"):
+        outcomes(path)
