@@ -1,5 +1,6 @@
 """The command line as a user types it: what is refused, in one line, and what a sweep leaves behind."""
 
+import fcntl
 import io
 import json
 import os
@@ -118,6 +119,8 @@ REFUSED = {
     "study_name=a/b": "'a/b' cannot name a results folder",
     "-m seed=0,1 optim.lr=1e-3,-1": "optim.lr=-1.*set it above 0",
     "-m seed=0 optim.lr=1e-3,0.001": "are the same run",
+    "-m hydra/launcher=basic seed=0 optim.lr=1e-3,-1": "optim.lr=-1.*set it above 0",
+    "-m hydra/launcher=basic seed=0 optim.lr=1e-3,0.001": "are the same run",
 }
 
 
@@ -418,3 +421,30 @@ def test_two_launches_of_one_study_at_once_leave_each_run_whole(sweep, tmp_path,
         for path in results.glob(f"s/*/*/seed_*/{table}.jsonl"):
             assert (tmp_path / path.relative_to(results)).read_text() == path.read_text()
     assert store.read_study(tmp_path / "s").runs["state"].tolist() == ["finished"] * 4
+
+
+def test_another_launcher_makes_the_same_runs_goes_on_after_a_failed_one_and_repeats_none(
+    sweep, tmp_path, monkeypatch, capsys
+):
+    """Hydra's basic launcher stands for those of the extras: they are all given the runs in the same way."""
+    results, arguments, _ = sweep
+    changed = {"arm": "arm=gspo", "launch.results_dir": f"launch.results_dir={tmp_path}"}
+    again = ["hydra/launcher=basic", *(changed.get(a.partition("=")[0], a) for a in arguments)]
+    made = sorted(path.relative_to(results) for path in results.glob("s/gspo/*/seed_*"))
+    (tmp_path / made[0]).mkdir(parents=True)
+    with open(tmp_path / made[0] / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, err = train_here(monkeypatch, capsys, "-m", *again)
+    assert code == 1
+    assert "2 runs, 0 of them finished before" in out
+    assert [line.startswith("failed: ") and "seed=0" in line for line in err.splitlines()] == [True], err
+    assert "StoreError: " in err
+    assert "is being written by another process" in err
+    code, out, err = train_here(monkeypatch, capsys, "-m", *again)
+    assert (code, err) == (0, "")
+    assert "2 runs, 1 of them finished before" in out
+    for run in made:
+        for table in ("updates", "drift"):
+            assert (tmp_path / run / f"{table}.jsonl").read_text() == (results / run / f"{table}.jsonl").read_text()
+    code, out, _ = train_here(monkeypatch, capsys, "-m", *again)
+    assert (code, out) == (0, "2 runs, 2 of them finished before\n")
