@@ -11,9 +11,9 @@ import torch
 
 from moe_rl import preference_model
 from moe_rl.cold_start import lay_out, warm_up
-from moe_rl.config import ConfigError, Experiment, settings_of
 from moe_rl.critic import Critic
 from moe_rl.drift_meter import DriftMeter
+from moe_rl.experiment import ConfigError, Experiment, refuse_without_routers, settings_of
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
 from moe_rl.policy_folder import install_on
@@ -39,11 +39,8 @@ def build_policy(
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
-    if not find_routers(model) and needs_routers(e):
-        raise ConfigError(
-            f"{type(model).__name__} has no MoE layers; set arm.replay=none, router=native, optim.trains=all, "
-            "optim.router_lr=1, optim.balance_loss=0, optim.router_kl=0, arm.correction=none and engine.router_noise=0"
-        )
+    if not find_routers(model):
+        refuse_without_routers(e, f"{type(model).__name__} has no MoE layers: ")
     with settings_of("router"):
         install_on(model, e.router, getattr(e.model, "path", ""))
     with settings_of("task"):
@@ -60,12 +57,6 @@ def prepared(e: Experiment, model: PreTrainedModel) -> PreTrainedModel:
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
     return model
-
-
-def needs_routers(e: Experiment) -> bool:
-    """Whether some setting makes no sense on a dense model."""
-    settings = e.optim.needs_routers or e.correction.needs_routers or e.engine.router_noise > 0
-    return e.replay != "none" or changes_routing(e.router) or settings
 
 
 def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 
 from moe_rl.benchmark_loop import Cycles, bare_experiment
 from moe_rl.benchmarks import one_thread, paired
-from moe_rl.config import Experiment
+from moe_rl.experiment import Experiment
 from moe_rl.tasks.base import Example
 
 SIZES = {

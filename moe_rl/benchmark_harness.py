@@ -20,7 +20,7 @@ from moe_rl.advantage import group_advantages
 from moe_rl.assembly import build_meter, build_policy
 from moe_rl.benchmark_loop import Cycles, experiment
 from moe_rl.benchmarks import one_thread, paired
-from moe_rl.config import Experiment
+from moe_rl.experiment import Experiment
 from moe_rl.loop import derive_seed, sample_step
 from moe_rl.store import read_study
 from moe_rl.update import old_pass, split_rows, take_update

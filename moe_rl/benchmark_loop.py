@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from moe_rl import cli, loop
-from moe_rl.config import Experiment, build, config_folder
+from moe_rl.config import build, config_folder
 from moe_rl.engines.hf import Hf
+from moe_rl.experiment import Experiment
 from moe_rl.store import open_run
 
 

@@ -13,7 +13,7 @@ import torch
 
 from moe_rl.benchmark_loop import Cycles, bare_experiment
 from moe_rl.benchmarks import Instrument, full_forward, one_thread, paired
-from moe_rl.config import Experiment
+from moe_rl.experiment import Experiment
 from moe_rl.stats import log_log_slope
 
 COMPLETIONS = 4  # a prompt

@@ -1,11 +1,9 @@
-"""The experiment's settings: their types, their checks, and what makes two runs the same run."""
+"""The settings as Hydra has them: their types, how an experiment is built of them, and what makes two runs the same."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +12,20 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from moe_rl import discovery
-from moe_rl.advantage import ADVANTAGES
 from moe_rl.cold_start import ColdStart
-from moe_rl.corrections import NO_CORRECTION, Correction
-from moe_rl.critic import NO_CRITIC, CriticSettings
+from moe_rl.corrections import Correction
+from moe_rl.critic import CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
+from moe_rl.experiment import ConfigError, Experiment, Launch, check, settings_of
 from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.policy_losses.base import PolicyLoss
-from moe_rl.preference_model import NO_PREFERENCES, REWARDS, Preferences
-from moe_rl.reference import NO_KL, ReferenceKl
-from moe_rl.routers.base import Router, changes_routing, moves_by_itself
+from moe_rl.preference_model import Preferences
+from moe_rl.reference import ReferenceKl
+from moe_rl.routers.base import Router
 from moe_rl.tasks.base import Task
-from moe_rl.update import KEEPS, OLD_LOGPROBS, REPLAYS
-
-SUFFIXES = {
-    "none": "",
-    "old_policy": "_routing_replay",
-    "rollout": "_r3",
-    "shuffled": "_shuffled_replay",
-    "thresholded": "_thresholded_replay",
-    "sticky": "_sticky_replay",
-}
-
 
 PARTS = {"schema", "tiny", "from_checkpoint"}  # what options are made of, none themselves
 ASIDE = ("launch", "logger")  # groups that no result depends on
@@ -49,19 +36,6 @@ SETTINGS = {
     "preference_model": Preferences,
     "critic": CriticSettings,
 }
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be run; the message says what to change."""
-
-
-@contextlib.contextmanager
-def settings_of(group: str) -> Iterator[None]:
-    """Turn a ValueError from a group's own object into a ConfigError that names the group."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"{group}: {error}") from error
 
 
 @dataclasses.dataclass
@@ -116,68 +90,6 @@ class Config:
     logger: Any = None
 
 
-@dataclasses.dataclass
-class Launch:
-    """Where and how, which no result depends on.
-
-    jobs: runs at once. threads: of each run. progress: show it. checkpoint_every: steps between checkpoints, 0: none.
-    keep_policy: save the trained model, its router variant and the tokenizer to policy/ in the run's folder.
-    """
-
-    results_dir: str = "results"
-    jobs: int = 2
-    threads: int = 1
-    device: str = "cpu"
-    progress: bool = True
-    checkpoint_every: int = 1
-    keep_policy: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The settings as objects: what the loop reads."""
-
-    study_name: str
-    seed: int
-    steps: int
-    prompts: int
-    completions: int
-    updates: int
-    micro_batch: int
-    activation_checkpointing: bool
-    eval_prompts: int
-    eval_every: int
-    policy_loss: PolicyLoss
-    advantage: str
-    replay: str
-    model: Tiny | Checkpoint
-    router: Router
-    task: Task
-    engine: Engine
-    optim: Optim
-    drift: DriftSettings
-    cold_start: ColdStart
-    launch: Launch
-    replay_threshold: float = 0.0
-    old_logprobs: str = "recompute"
-    correction: Correction = NO_CORRECTION
-    kl: ReferenceKl = NO_KL
-    dynamic_sampling: int = 0
-    overlong_buffer: int = 0
-    reward: str = "verifier"
-    preference_model: Preferences = NO_PREFERENCES
-    critic: CriticSettings = NO_CRITIC
-    logger: Logger | None = None
-
-    @property
-    def label(self) -> str:
-        """The arm's name in results: what runs, not what it was called."""
-        engine = "_engine_logprobs" if self.old_logprobs == "engine" else ""
-        correction = "" if self.correction.kind == "none" else f"_{self.correction.kind}"
-        kl = "_kl" if self.kl.on else ""
-        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay] + engine + correction + kl
-
-
 def config_folder() -> str:
     """The folder of YAML values: inside an installed package, or beside it in a checkout."""
     inside = Path(__file__).parent / "conf"
@@ -223,7 +135,7 @@ def build(config: DictConfig) -> Experiment:
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
         logger=None if config.logger is None else _instantiate("logger", config.logger),
     )
-    _check(experiment)
+    check(experiment)
     return experiment
 
 
@@ -253,91 +165,6 @@ def _instantiate(name: str, node: DictConfig) -> Any:
     except Exception as error:  # Hydra wraps what the variant says; the cause is the message for the user
         cause = error.__cause__ or error
         raise ConfigError(f"{name}: {str(cause).splitlines()[0]}") from error
-
-
-def _check(e: Experiment) -> None:
-    for name in ("steps", "prompts", "updates"):
-        if getattr(e, name) < 1:
-            raise ConfigError(f"{name} is {getattr(e, name)}; set it to 1 or more")
-    for name in ("seed", "micro_batch", "dynamic_sampling", "overlong_buffer", "eval_prompts", "eval_every"):
-        if getattr(e, name) < 0:
-            raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
-    if e.completions < 2:
-        raise ConfigError(f"completions is {e.completions}; a group-relative advantage needs 2 or more a prompt")
-    sequences = e.prompts * e.completions
-    if sequences % e.updates:
-        raise ConfigError(
-            f"{e.prompts} prompts x {e.completions} completions = {sequences} sequences do not divide into "
-            f"{e.updates} updates; change prompts, completions or updates"
-        )
-    if e.overlong_buffer > e.engine.max_new_tokens:
-        raise ConfigError(
-            f"overlong_buffer is {e.overlong_buffer} and responses have at most {e.engine.max_new_tokens} tokens; "
-            "lower overlong_buffer or raise engine.max_new_tokens"
-        )
-    if e.reward not in REWARDS:
-        raise ConfigError(f"reward is {e.reward!r}; choose one of {', '.join(REWARDS)}")
-    if e.advantage not in ADVANTAGES:
-        raise ConfigError(f"arm.advantage is {e.advantage!r}; choose one of {', '.join(ADVANTAGES)}")
-    if e.advantage == "gae" and not e.policy_loss.token_advantages:
-        raise ConfigError(
-            f"arm.advantage=gae gives each token an advantage of its own, {type(e.policy_loss).__name__} takes one a "
-            f"sequence; choose {type(e.policy_loss).advantage}, or a loss such as ppo or gspo_token"
-        )
-    if e.policy_loss.advantage == "gae" and e.advantage != "gae":
-        raise ConfigError(
-            f"{type(e.policy_loss).__name__} takes its advantages from a critic and arm.advantage={e.advantage} has "
-            "none; set arm.advantage=gae, or choose dapo, the same loss without a critic"
-        )
-    if e.replay not in REPLAYS:
-        raise ConfigError(f"arm.replay is {e.replay!r}; choose one of {', '.join(REPLAYS)}")
-    if not 0 <= e.replay_threshold < math.inf:
-        raise ConfigError(f"arm.replay_threshold is {e.replay_threshold}; set it to 0 or more")
-    if e.replay_threshold and e.replay not in KEEPS:
-        raise ConfigError(
-            f"arm.replay_threshold is {e.replay_threshold} and arm.replay={e.replay} has none; choose "
-            f"{' or '.join(KEEPS)}"
-        )
-    if e.old_logprobs not in OLD_LOGPROBS:
-        raise ConfigError(f"arm.old_logprobs is {e.old_logprobs!r}; choose one of {', '.join(OLD_LOGPROBS)}")
-    if e.old_logprobs == "engine" and e.correction.kind not in ("none", "rspo"):
-        raise ConfigError(
-            f"arm.correction={e.correction.kind} weighs the trainer's old policy against the engine, and with "
-            "arm.old_logprobs=engine that is the engine itself; set arm.old_logprobs=recompute or arm.correction=none"
-        )
-    if e.replay == "shuffled" and sequences == e.updates:
-        raise ConfigError(
-            f"arm.replay=shuffled exchanges the sequences of a mini-batch, and {sequences} sequences in {e.updates} "
-            "updates have one each; lower updates"
-        )
-    if e.optim.trains in ("no_router", "experts") and moves_by_itself(e.router):
-        raise ConfigError(
-            f"optim.trains={e.optim.trains} freezes the router, which {type(e.router).__name__} moves after every "
-            "update; choose another router or optim.trains=all"
-        )
-    if e.launch.checkpoint_every < 0:
-        raise ConfigError(f"launch.checkpoint_every is {e.launch.checkpoint_every}; set it to 0 or more")
-    if e.launch.jobs < 1 or e.launch.threads < 1:
-        raise ConfigError(f"launch.jobs is {e.launch.jobs} and launch.threads {e.launch.threads}; both are 1 or more")
-    if getattr(e.model, "family", "") == "dense":
-        if e.replay != "none":
-            raise ConfigError(f"arm.replay={e.replay} needs MoE layers; a dense model runs with arm.replay=none")
-        if e.correction.needs_routers:
-            raise ConfigError(
-                f"arm.correction={e.correction.kind} needs MoE layers; a dense model runs with arm.correction=none"
-            )
-        if changes_routing(e.router):
-            raise ConfigError("a router variant needs MoE layers; a dense model runs with router=native")
-        if e.engine.router_noise:
-            raise ConfigError(
-                f"engine.router_noise={e.engine.router_noise} needs MoE layers; a dense model runs with "
-                "engine.router_noise=0"
-            )
-        if e.optim.needs_routers:
-            raise ConfigError(
-                "optim.trains, router_lr, balance_loss and router_kl need MoE layers; a dense model runs with "
-                "optim.trains=all optim.router_lr=1 optim.balance_loss=0 optim.router_kl=0"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------- identity

@@ -20,7 +20,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_rl import cli
-from moe_rl.config import ConfigError, identity, knobs, settle
+from moe_rl.config import identity, knobs, settle
+from moe_rl.experiment import ConfigError
 from moe_rl.progress import Board
 from moe_rl.store import DONE, StoreError, check_config, make_folder, read_status, run_folder, state_of
 

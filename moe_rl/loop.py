@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from moe_rl import checkpoint
 from moe_rl.advantage import equal_group_share, group_advantages
 from moe_rl.assembly import EVAL_SEED, build_critic, build_judge, build_meter, build_policy, facts, noise
-from moe_rl.config import Experiment
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
+from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal
 from moe_rl.models.families import find_routers
 from moe_rl.policy_folder import save_policy

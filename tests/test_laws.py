@@ -10,10 +10,10 @@ import torch
 
 from moe_rl import loop
 from moe_rl.cold_start import ColdStart
-from moe_rl.config import ConfigError, Experiment, Launch
 from moe_rl.corrections import Correction
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.hf import Hf
+from moe_rl.experiment import ConfigError, Experiment, Launch
 from moe_rl.models.build import Tiny
 from moe_rl.models.families import find_routers
 from moe_rl.optim import Optim

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_rl import loop
 from moe_rl.cold_start import ColdStart
-from moe_rl.config import ConfigError
+from moe_rl.experiment import ConfigError
 from moe_rl.models.build import Checkpoint
 from moe_rl.models.families import find_routers
 from moe_rl.models.tokenizer import character_tokenizer

@@ -16,10 +16,10 @@ from test_laws import ARMS, SECONDS, SMALL, Vowels
 
 from moe_rl import checkpoint, loop
 from moe_rl.cold_start import ColdStart
-from moe_rl.config import Experiment, Launch
 from moe_rl.critic import Critic, CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.hf import Hf
+from moe_rl.experiment import Experiment, Launch
 from moe_rl.optim import Optim
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.native import Native
