@@ -44,7 +44,7 @@ def flip_terms(
     mask_BT = rollouts.response_BT
     return {
         **split_ratio(old_BT, new_BT, replayed_BT, layers_BT, mask_BT, old_routing.num_layers),
-        "replay_gap": replay_gap(rollouts.rewards_B, old_BT, new_BT, replayed_BT, mask_BT),
+        "replay_gap": replay_gap(rollouts.rewards_B, rollouts.rollout_logprobs_BT, new_BT, replayed_BT, mask_BT),
     }
 
 
@@ -70,16 +70,18 @@ def split_ratio(
     }
 
 
-def replay_gap(rewards_B: Tensor, old_BT: Tensor, new_BT: Tensor, replayed_BT: Tensor, mask_BT: Tensor) -> float:
+def replay_gap(rewards_B: Tensor, sampled_BT: Tensor, new_BT: Tensor, replayed_BT: Tensor, mask_BT: Tensor) -> float:
     """Expected reward of the new policy with its own routing, minus with the old policy's, estimated off-policy.
 
-        mean_i (r_i - mean r) (prod_t pi_new(own routing) / pi_old - prod_t pi_new(old routing) / pi_old)
+        mean_i (r_i - mean r) (prod_t pi_new(own routing) / mu - prod_t pi_new(old routing) / mu)
 
-    Without bias, r_i - mean r taking r out of the noise that both weights share (up to a factor 1 - 1 / B). What an arm
-    that replays loses when it is used as it is: above 0, nothing. Reward units; long responses make it noisy.
+    sampled_BT: log mu, by which the tokens were sampled. No bias but a factor 1 - 1 / B, which comes with taking mean r
+    off, against noise; dynamic sampling, which chooses by reward, adds one. Below 0, an arm that trains with replay
+    loses reward when it is used as it is. Reward units; long responses make it noisy.
     """
     weights_B = [
-        torch.where(mask_BT, logprobs_BT - old_BT, 0.0).double().sum(1).exp() for logprobs_BT in (new_BT, replayed_BT)
+        torch.where(mask_BT, logprobs_BT - sampled_BT, 0.0).double().sum(1).exp()
+        for logprobs_BT in (new_BT, replayed_BT)
     ]
     centred_B = rewards_B.double() - rewards_B.double().mean()
     return float((centred_B * (weights_B[0] - weights_B[1])).mean())
