@@ -40,7 +40,7 @@ CLAIM = Claim(
     f"above 0 with p < .05, and against each arm with replay that was run a loss of {RELEVANT:g} is excluded. Not "
     f"supported: the interval of the gain ends below {RELEVANT:g}, or GSPO lies below an arm with replay with p < .05, "
     f"a loss of {RELEVANT:g} not being excluded. Otherwise not testable. Holm over these tests.",
-    figures=("reward", "knob_heat_map"),
+    figures=("reward", "final_reward", "knob_heat_map"),
 )
 
 
