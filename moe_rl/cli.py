@@ -99,6 +99,10 @@ def train() -> None:
         _main()
     except USER_ERRORS as error:
         fail(str(error))
+    except ValueError as error:
+        if "Config group override" not in str(error):  # what Hydra says of arm=null and the like
+            raise
+        fail("a group cannot be null; choose one of its options (--help shows them)")
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)

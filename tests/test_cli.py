@@ -97,6 +97,7 @@ REFUSED = {
     "arm=gspo arm.advantage=gae": "gae gives each token an advantage of its own, Gspo takes one a sequence",
     "arm=gspo +lr_of_arm.grpo=1e-3": "lr_of_arm has no rate for gspo; add",
     "optim.lr=1e-3 +lr_of_arm.grpo=1e-3": "optim.lr is given and the study gives each arm its own",
+    "critic=null": "a group cannot be null; choose one of its options",
     "critic.lr=0": "critic.lr is 0.0; set it above 0",
     "arm.kl=-1": "arm.kl is -1.0; set it to 0 or more",
     "arm.kl=0.1 arm.kl_estimator=k4": "'k4'; choose one of k1, k2, k3",

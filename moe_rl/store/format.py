@@ -29,7 +29,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "exact": "share of completions that are exactly right",
         "eval_reward": "mean reward on the evaluation prompts, one sampled completion each",
         "eval_exact": "share exactly right on the evaluation prompts",
-        "equal_groups": "share of the trained groups whose rewards are all equal (no gradient)",
+        "equal_groups": "share of the trained groups whose rewards are all equal: no group-relative advantage",
         "replaced_groups": "share of groups that were replaced, their rewards being equal (dynamic_sampling > 0)",
         "response_length": "mean response length, tokens",
         "truncated": "share of completions cut off by the length limit",
