@@ -13,6 +13,8 @@ study drift_per_update
 study clipping
 study clipping arm=gspo arm.policy_loss.clip_low=3e-3 arm.policy_loss.clip_high=4e-3
 study clipping arm=gspo arm.policy_loss.clip_low=3e-2 arm.policy_loss.clip_high=4e-2
+study clipping arm=gspo arm.policy_loss.clip_low=0.128 arm.policy_loss.clip_high=0.0486   # by calibrate_clip.py
+study clipping arm=gspo arm.policy_loss.clip_low=0.194 arm.policy_loss.clip_high=0.0492
 study engine_likelihoods
 study controls
 study controls arm=grpo_shuffled_replay optim.trains=all
