@@ -1,6 +1,6 @@
 """What changed in the routing between two checkpoints, on the same text; options: moe_rl/comparison/settings.py.
 
-python experiments/compare_checkpoints.py old=<folder or hub id> new=<folder or hub id> text=<file.txt|file.jsonl|task>
+python experiments/compare_checkpoints.py old=<folder or hub id> new=<folder or hub id> text=<.txt|.jsonl|a task>
 """
 
 import sys

@@ -28,8 +28,25 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
 USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, CheckpointError, RoutingError)
 
+
+def fail(message: str) -> NoReturn:
+    """Print an error as one line and exit with code 2."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    relevant = [
+        line
+        for line in lines
+        if line not in settings.PARTS
+        and not line.startswith(("provider=", "full_key:", "object_type=", "Config search"))
+    ]
+    print(f"error: {' '.join(relevant)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 sys.path.append(str(Path(__file__).parent / "plugins"))  # where Hydra finds moe_rl's launcher and sweeper
-settings.register()
+try:
+    settings.register()
+except TypeError as error:  # a file of a family that is no variant: half written, say
+    fail(str(error))
 for group, node in {
     "hydra/launcher": {"_target_": "hydra_plugins.moe_rl_local.LocalLauncher"},
     "hydra/sweeper": BasicSweeperConf(_target_="hydra_plugins.moe_rl_local.LocalSweeper"),
@@ -107,13 +124,3 @@ def train() -> None:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)
         fail(f"{key}: {cause}\n(--cfg job shows every setting)" if key else str(cause))
-
-
-def fail(message: str) -> NoReturn:
-    """Print an error as one line and exit with code 2."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    relevant = [
-        line for line in lines if not line.startswith(("provider=", "full_key:", "object_type=", "Config search"))
-    ]
-    print(f"error: {' '.join(relevant)}", file=sys.stderr)
-    raise SystemExit(2)

@@ -164,7 +164,7 @@ def _instantiate(name: str, node: DictConfig) -> Any:
         return instantiate(node, _convert_="all")
     except Exception as error:  # Hydra wraps what the variant says; the cause is the message for the user
         cause = error.__cause__ or error
-        raise ConfigError(f"{name}: {str(cause).splitlines()[0]}") from error
+        raise ConfigError(f"{name}: {' '.join(str(cause).split())[:300]}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- identity

@@ -11,7 +11,9 @@ import torch
 
 from moe_rl.models.build import Checkpoint
 
-USAGE = """python experiments/compare_checkpoints.py old=<folder or hub id> new=<...> text=<file.txt|file.jsonl|task>"""
+USAGE = (
+    """python experiments/compare_checkpoints.py old=<folder or hub id> new=<...> text=<.txt|.jsonl|name of a task>"""
+)
 
 
 class ComparisonError(ValueError):
