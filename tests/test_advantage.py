@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.advantage import ADVANTAGES, equal_group_share, group_advantages
+from moe_rl.advantage import GROUP_ADVANTAGES, equal_group_share, group_advantages
 
 
 def test_numbers_by_hand():
@@ -63,7 +63,7 @@ def test_advantages_of_a_group_sum_to_0_and_do_not_see_other_groups():
     assert torch.equal(got[:3], group_advantages(rewards[:3], groups[:3]))
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1 + 0.2, 0.7, 1 / 3])
 def test_e11_a_group_of_equal_rewards_has_advantage_exactly_0(reward, dtype, kind):

@@ -39,13 +39,6 @@ def train_here(monkeypatch, capsys, *arguments):
     return code, out.out, out.err
 
 
-def train(*arguments):
-    """What the entry point printed, from a process of its own."""
-    done = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def launch(*arguments):
     """What a sweep printed that was launched from this process; its runs have processes of their own."""
     out, err = io.StringIO(), io.StringIO()
@@ -270,10 +263,11 @@ def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch
         (folder / "config.yaml").write_bytes(text)
 
 
-def test_a_run_alone_gives_the_same_numbers_as_in_the_sweep(sweep, tmp_path):
+def test_a_run_alone_gives_the_same_numbers_as_in_the_sweep(sweep, tmp_path, monkeypatch, capsys):
     results, arguments, _ = sweep
     alone = [a for a in arguments if not a.startswith(("arm=", "seed=", "launch."))]
-    train("arm=gspo", "seed=1", f"launch.results_dir={tmp_path}", *alone)
+    code, _, err = train_here(monkeypatch, capsys, "arm=gspo", "seed=1", f"launch.results_dir={tmp_path}", *alone)
+    assert code == 0, err
     (one,), (two,) = tmp_path.glob("s/gspo/*/seed_1"), results.glob("s/gspo/*/seed_1")
     for table in ("updates", "drift"):
         assert (one / f"{table}.jsonl").read_text() == (two / f"{table}.jsonl").read_text()
@@ -285,7 +279,9 @@ def test_figures_are_drawn_without_torch(sweep):
         "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code, FIGURES, str(results / "s")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, FIGURES, str(results / "s"), "--format", "png"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (results / "s" / "figures" / "reward.png").stat().st_size > 10_000
 

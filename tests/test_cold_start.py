@@ -314,7 +314,7 @@ def warm_up_in_a_process(folder, barrier, results):
 
 
 def test_two_processes_at_once_train_once_and_get_equal_weights(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     workers = [context.Process(target=warm_up_in_a_process, args=(tmp_path, barrier, results)) for _ in range(2)]
     for worker in workers:

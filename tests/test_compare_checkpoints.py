@@ -296,7 +296,7 @@ def test_a_folder_without_weights_is_refused(folders, tmp_path, capsys):
 
 
 def test_no_words_at_all_print_the_usage(capsys):
-    assert "text=<file.txt|file.jsonl|task>" in refused(capsys, [])
+    assert "text=<.txt|.jsonl|name of a task>" in refused(capsys, [])
 
 
 def test_settings_come_from_words():

@@ -408,7 +408,7 @@ def test_a_run_whose_loss_is_not_finite_diverges_with_its_last_good_weights(trai
     result = train(policy_loss=NanOnceMoved())
     assert result.state == result.status["state"] == "diverged"
     assert "loss nan" in result.status["reason"]
-    assert "step 1, update 2" in result.status["reason"]
+    assert "at update 2 at step 1" in result.status["reason"]
     assert [row["update"] for row in result.tables["updates"]] == [1, 2]
     assert math.isnan(result.tables["updates"][1]["loss"])
     assert all(value.isfinite().all() for value in result.end.values())

@@ -54,7 +54,7 @@ def test_a_router_and_a_loss_from_empty_files_outside_the_package_are_in_table_a
     results = tmp_path / "results" / "mine"
     for command in (
         [TRAIN, *words, f"launch.results_dir={tmp_path}/results", "launch.jobs=1"],
-        [FIGURES, str(results)],
+        [FIGURES, str(results), "--only", "reward"],
     ):
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr

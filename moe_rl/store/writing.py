@@ -151,7 +151,10 @@ def open_run(folder: Path, config: Mapping[str, Any], settings: str = "") -> Ite
 def _begin(writer: RunWriter, config: Mapping[str, Any]) -> None:
     """Make a claimed folder that of a run which begins, or goes on."""
     folder = writer.folder
-    for path in folder.glob(".*"):  # what a process that was killed was about to put in place
+    for path in [
+        *folder.glob(".*"),
+        *folder.glob("traces/.*"),
+    ]:  # what a process that was killed was about to put in place
         path.unlink()
     if writer.resumes:
         writer.adopt()
