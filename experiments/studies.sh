@@ -25,4 +25,12 @@ study staleness
 study tuning
 study methods
 study families
+study replay_modes
+study routers
+study routers arm=grpo_r3 router=native,predictive
+study router_training
+study router_training optim.trains=all optim.router_lr=0.1
+study router_training optim.trains=all optim.balance_loss=0.01
+study router_training optim.trains=all optim.router_kl=1.0
+study engine_mismatch
 study side_by_side
