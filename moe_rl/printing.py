@@ -11,6 +11,8 @@ import pandas as pd
 from moe_rl import stats, summary
 from moe_rl.store import Study
 
+INTERQUARTILE = "interquartile mean [95 %]"
+
 
 def _cell(value: float, digits: int = 3) -> str:
     return "-" if not np.isfinite(value) else f"{value:.{digits}g}"
@@ -29,6 +31,7 @@ def summary_rows(table: pd.DataFrame) -> list[list[str]]:
             "failed",
             "collapsed",
             f"final {measure} [95 %]",
+            *([INTERQUARTILE] if table["iqm"].notna().any() else []),
             "slot change / update",
             "noise floor",
             "tokens clipped",
@@ -41,7 +44,9 @@ def summary_rows(table: pd.DataFrame) -> list[list[str]]:
         numbers = [_cell(row[name]) for name in ("slot_change", "noise_floor")]
         numbers += [_cell(row["clip_frac"], 2), _cell(row["cpu_s"])]
         knobs = summary.knob_label(row["knobs"], table["knobs"]) or "-"
-        rows.append([row["arm"], knobs, *counts, final if row["finished"] else "-", *numbers])
+        iqm = stats.Estimate(row["iqm"], row["iqm_low"], row["iqm_high"], row["finished"])
+        middle = ["" if np.isnan(iqm.value) else str(iqm)] if INTERQUARTILE in rows[0] else []
+        rows.append([row["arm"], knobs, *counts, final if row["finished"] else "-", *middle, *numbers])
     return rows
 
 

@@ -18,6 +18,7 @@ from moe_rl import stats
 from moe_rl.store import Study, once_per_study
 
 KNOWN_ARMS = ("grpo", "grpo_routing_replay", "gspo")
+SEED = 0  # of the bootstrap: a table made again has the same numbers
 UNFINISHED = ("running", "cut_off")
 COMPARISON = [
     "knobs", "other_knobs", "first", "second", "n", "difference", "low", "high", "p", "sign_flip_p", "claim",
@@ -187,7 +188,8 @@ def summary_table(study: Study) -> pd.DataFrame:
     """A row per arm and knob setting: how its runs ended and, over the finished ones, what they reached.
 
     Columns: arm, knobs, seeds, finished, diverged, failed, unfinished, missing, collapsed (of the finished); measure
-    (the reward's column), final_reward with final_low and final_high (95 % t interval over seeds, NaN below 2),
+    (the reward's column), final_reward with final_low and final_high (95 % t interval over seeds, NaN below 2), its
+    interquartile mean iqm with iqm_low and iqm_high (95 % bootstrap interval, NaN below 10 finished runs),
     slot_change, noise_floor, clip_frac (shares) and cpu_s (CPU seconds a run), each the mean over finished runs.
     """
     runs, measure, rows = run_measures(study), reward_measure(study), []
@@ -200,6 +202,8 @@ def summary_table(study: Study) -> pd.DataFrame:
         reached = done["final_reward"].dropna().to_list()
         nothing = stats.Estimate(float("nan"), float("nan"), float("nan"), 0)
         final = stats.mean_interval(reached) if reached else nothing
+        enough = len(reached) >= stats.BOOTSTRAP_RUNS
+        iqm = stats.iqm_bootstrap({arm: reached}, np.random.default_rng(SEED)) if enough else nothing
         rows.append(
             {
                 "arm": arm,
@@ -215,6 +219,9 @@ def summary_table(study: Study) -> pd.DataFrame:
                 "final_reward": final.value,
                 "final_low": final.low,
                 "final_high": final.high,
+                "iqm": iqm.value,
+                "iqm_low": iqm.low,
+                "iqm_high": iqm.high,
                 **{name: float(done[name].mean()) for name in ("slot_change", "noise_floor", "clip_frac", "cpu_s")},
             }
         )

@@ -139,6 +139,28 @@ def test_arms_at_settings_of_their_own_are_compared_if_each_has_one(tmp_path):
     assert summary.comparison_table(read_study(tmp_path / "s")).empty
 
 
+def test_from_ten_runs_on_the_interquartile_mean_stands_beside_the_mean(tmp_path):
+    """Of 0, 1 .. 8, 99 hundredths the middle six are 2 to 7: their mean is 4.5, whatever the largest is."""
+    for seed, value in enumerate((0.05, 0.02, 0.99, 0.0, 0.07, 0.03, 0.01, 0.06, 0.04, 0.08)):
+        write_run(tmp_path, "gspo", seed, [value])
+        if seed < 9:
+            write_run(tmp_path, "grpo", seed, [value])
+    write_run(tmp_path, "grpo", 9, [0.5], state="diverged")
+    table = summary.summary_table(read_study(tmp_path / "s")).set_index("arm")
+    names = ["iqm", "iqm_low", "iqm_high"]
+    iqm, low, high = table.loc["gspo", names]
+    assert iqm == pytest.approx(0.045)
+    assert 0.02 < low < iqm < high < table.loc["gspo", "final_high"]
+    assert table.loc["grpo", names].isna().all()
+    again = read_study(tmp_path / "s")
+    assert summary.summary_table(again).set_index("arm").loc["gspo", names].to_list() == [iqm, low, high]
+    head, nine, ten = printing.summary_rows(table.reset_index())
+    place = head.index("interquartile mean [95 %]")
+    assert nine[place] == ""
+    assert ten[place] == f"0.045 [{low:.3g}, {high:.3g}] (n = 10)"
+    assert "interquartile mean [95 %]" not in printing.summary_rows(table.loc[["grpo"]].reset_index())[0]
+
+
 def test_knob_settings_are_ordered_by_number_and_named_shortly(tmp_path):
     for lr in (1e-3, 2e-5, 4e-4):
         write_run(tmp_path, "gspo", 0, [0.5], knobs={"optim.lr": lr})

@@ -13,8 +13,9 @@ from moe_rl.report._markdown import bullets, escape, image, interval, link, numb
 from moe_rl.store import Study, shared_and_varied
 
 HOW_TO_READ = (
-    "Numbers are means over seeds with 95 % t intervals. Differences are paired by seed: same prompts, same start, "
-    f"same sampling stream. Below {stats.CLAIM_RUNS} seeds nothing is tested. p values are of the paired t test and "
+    f"Numbers are means over seeds with 95 % t intervals; from {stats.BOOTSTRAP_RUNS} finished runs up, also "
+    "interquartile means with 95 % bootstrap intervals. Differences are paired by seed: same prompts, same start, same "
+    f"sampling stream. Below {stats.CLAIM_RUNS} seeds nothing is tested. p values are of the paired t test and "
     "of an exact test that flips signs (with 5 seeds it cannot come below .0625), both adjusted by Holm: over the "
     "tests that decide a claim, over those shown besides, over all pairs of arms of a study. At one setting, all "
     "arms sample equally many completions; CPU seconds of training are those of sampling, the old pass and the "
