@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from moe_rl.advantage import ADVANTAGES
+from moe_rl.arm import OLD_LOGPROBS, REPLAYS
 from moe_rl.cli import settings
 from moe_rl.corrections import CORRECTIONS
 from moe_rl.reference import ESTIMATORS
-from moe_rl.update import OLD_LOGPROBS, REPLAYS
 
 TABLE = Path(__file__).resolve().parents[1] / "moe_rl" / "policy_losses" / "METHODS.md"
 REDUCTIONS = {
@@ -40,7 +40,7 @@ def row(arm: str) -> list[str]:
     """The cells of an arm. `compose` must be initialized."""
     config = compose("config", overrides=[f"arm={arm}"])
     node = config.arm.policy_loss
-    loss = settings.build(config).policy_loss
+    loss = settings.build(config).arm.policy_loss
     values = OmegaConf.to_container(node, resolve=False)
     shown = [f"{key} {str(value).strip('${}')}" for key, value in values.items() if key != "_target_"]
     source = re.search(r"Source: (.*?)$", " ".join(type(loss).__doc__.split()), re.M).group(1)

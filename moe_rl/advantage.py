@@ -40,11 +40,3 @@ def group_advantages(rewards_B: Tensor, group_ids_B: Tensor, kind: str = "group_
     reference_G = rewards.new_zeros(len(size_G)).index_copy_(0, group_B, rewards)  # some member of each group
     equal_G = group_sum((rewards != reference_G[group_B]).double()) == 0
     return (centred / divisor_G[group_B]).masked_fill(equal_G[group_B], 0.0).float()
-
-
-def equal_group_share(rewards_B: Tensor, group_ids_B: Tensor) -> float:
-    """Share of groups whose rewards are all equal, and which therefore teach nothing."""
-    order = group_ids_B.argsort(stable=True)
-    _, sizes = group_ids_B[order].unique_consecutive(return_counts=True)
-    groups = rewards_B[order].split(sizes.tolist())
-    return sum(bool((group == group[0]).all()) for group in groups) / len(groups)

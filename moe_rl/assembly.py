@@ -16,12 +16,14 @@ from moe_rl.drift_meter import DriftMeter
 from moe_rl.experiment import ConfigError, Experiment, refuse_without_routers, settings_of
 from moe_rl.models.families import find_routers
 from moe_rl.noise_floor import noise_floor
+from moe_rl.policy import make_deterministic
 from moe_rl.policy_folder import install_on
 from moe_rl.preference_model import PreferenceModel
 from moe_rl.provenance import provenance
+from moe_rl.reference import snapshot
 from moe_rl.routers.base import changes_routing
+from moe_rl.state import State
 from moe_rl.tasks.base import overlap
-from moe_rl.update import make_deterministic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,13 +31,25 @@ if TYPE_CHECKING:
 EVAL_SEED = 1_000_003  # evaluation prompts are the same for every seed and arm
 
 
-def build_policy(
-    e: Experiment, cache_dir: str, warm: bool = True
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """The policy after its cold start, with the router variant in place; the third is what the cold start was like.
+def build_state(e: Experiment, cache_dir: str, warm: bool = True) -> tuple[State, dict[str, Any]]:
+    """Where a run begins, and what run.json says of how it came there.
 
     warm=False leaves the cold start out: a checkpoint's weights will replace it.
     """
+    model, tokenizer, warmth = build_policy(e, cache_dir, warm)
+    optimizer, schedule = e.optim.build(model, e.steps * e.updates)
+    drift = build_meter(e, model, tokenizer)
+    judge, judged = build_judge(e, cache_dir)
+    critic = build_critic(e, model)
+    reference = snapshot(model) if e.arm.kl.on else None
+    state = State(model, tokenizer, optimizer, schedule, drift, judge, critic, reference)
+    return state, {"cold_start": warmth, **judged}
+
+
+def build_policy(
+    e: Experiment, cache_dir: str, warm: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """The policy after its cold start, with the router variant in place; the third is what the cold start was like."""
     torch.set_num_threads(e.launch.threads)
     with settings_of("model"):
         model, tokenizer = e.model.build(e.seed)
@@ -64,13 +78,13 @@ def facts(e: Experiment, model: PreTrainedModel) -> dict[str, Any]:
     sites = find_routers(model)
     train = e.task.examples("train", e.prompts * e.steps, e.seed)
     return {
-        "label": e.label,
-        "advantage": e.advantage,
-        "replay": e.replay,
-        "old_logprobs": e.old_logprobs,
-        "correction": e.correction.kind,
+        "label": e.arm.label,
+        "advantage": e.arm.advantage,
+        "replay": e.arm.replay,
+        "old_logprobs": e.arm.old_logprobs,
+        "correction": e.arm.correction.kind,
         "reward_from": e.reward,
-        "kl": e.kl.coefficient,
+        "kl": e.arm.kl.coefficient,
         "num_layers": len(sites),
         "num_experts": max((site.num_experts for site in sites), default=0),
         "top_k": sites[0].top_k if sites else 0,
@@ -136,7 +150,7 @@ def build_judge(e: Experiment, cache_dir: str) -> tuple[PreferenceModel | None, 
 
 def build_critic(e: Experiment, policy: PreTrainedModel) -> Critic | None:
     """The critic, where advantages come from one: a copy of the policy as it is now, without its router variant."""
-    if e.advantage != "gae":
+    if e.arm.advantage != "gae":
         return None
     model, _ = e.model.build(e.seed)
     model.load_state_dict(policy.state_dict(), strict=False)  # a router variant has weights of its own

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.advantage import group_advantages
-from moe_rl.assembly import build_meter, build_policy
+from moe_rl.assembly import build_state
 from moe_rl.benchmark_loop import Cycles, experiment
 from moe_rl.benchmarks import one_thread, paired
 from moe_rl.experiment import Experiment
 from moe_rl.loop import derive_seed, sample_step
+from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.store import read_study
-from moe_rl.update import old_pass, split_rows, take_update
+from moe_rl.update import take_update
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 CHECKOUT = Path(__file__).parent.parent
@@ -109,19 +110,20 @@ def bare_loop(e: Experiment, cache_dir: str) -> Generator[list[dict[str, Any]], 
     Before the first one it yields nothing, when everything is built. For experiments without critic, preference model,
     corrections and evaluation.
     """
-    model, tokenizer, _ = build_policy(e, cache_dir)
-    optimizer, schedule = e.optim.build(model, e.steps * e.updates)
-    drift = build_meter(e, model, tokenizer)
+    state, _ = build_state(e, cache_dir)
+    model, drift = state.model, state.drift
     yield []
     for step in range(1, e.steps + 1):
-        rollouts, _ = sample_step(e, model, tokenizer, None, step)
-        advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.advantage)
+        rollouts, _ = sample_step(e, state, step)
+        advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        batches = old_pass(model, rollouts, advantages, rows, e.micro_batch, e.replay, e.old_logprobs)
+        batches = old_pass(model, rollouts, advantages, rows, e.arm, micro_batch=e.micro_batch)
         drift.begin_step(step, rollouts)
         updates = []
         for number, batch in enumerate(batches, start=1):
-            update = take_update(model, optimizer, schedule, batch, e.policy_loss, e.replay, e.optim.max_grad_norm)
+            update = take_update(
+                model, state.optimizer, state.schedule, batch, e.arm, max_grad_norm=e.optim.max_grad_norm
+            )
             updates.append(update)
             drift.after_update(step, number)
         yield updates

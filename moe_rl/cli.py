@@ -70,7 +70,7 @@ def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
     from moe_rl import loop
 
     experiment = settings.build(config)
-    folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.label, varied, experiment.seed)
+    folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.arm.label, varied, experiment.seed)
     show = print_step if config.launch.progress else lambda row: None
     identity = settings.identity(config)
     with open_run(folder, identity, settings_name(varied)) as writer:

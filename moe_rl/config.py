@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from moe_rl import discovery
+from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
 from moe_rl.corrections import Correction
 from moe_rl.critic import CriticSettings
@@ -39,11 +40,9 @@ SETTINGS = {
 
 
 @dataclasses.dataclass
-class Arm:
-    """A compared method: a policy loss, its advantages, what its training forwards replay, and how it treats an engine
-    that samples from another distribution than the trainer's (old_logprobs: one of OLD_LOGPROBS; correction and its
-    numbers: see moe_rl.corrections). replay_threshold: of replay=thresholded|sticky, see moe_rl.keeping. kl,
-    kl_estimator: coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
+class ArmSettings:
+    """What an arm is made of, see moe_rl.arm. correction and its numbers: see moe_rl.corrections. kl, kl_estimator:
+    coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
 
     policy_loss: Any = "???"
     advantage: str = "group_std"
@@ -102,7 +101,7 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for group, kind in SETTINGS.items():
         store.store(group=group, name="schema", node=discovery.node(kind))
-    store.store(group="arm", name="schema", node=Arm)
+    store.store(group="arm", name="schema", node=ArmSettings)
     store.store(group="launch", name="schema", node=Launch)
     for name, kind in {"tiny": Tiny, "from_checkpoint": Checkpoint}.items():
         store.store(group="model", name=name, node=discovery.node(kind))
@@ -119,24 +118,29 @@ def build(config: DictConfig) -> Experiment:
     values = {str(key): value for key, value in config.items() if key not in ("arm", "lr_of_arm", *ASIDE)}
     for group in ("model", "router", "task", "engine", *SETTINGS):
         values[group] = _instantiate(group, config[group])
-    with settings_of("arm"):
-        numbers = {name: config.arm[f"correction_{name}"] for name in ("cap", "low", "high")}
-        correction = Correction(kind=config.arm.correction, **numbers)
-        kl = ReferenceKl(coefficient=config.arm.kl, estimator=config.arm.kl_estimator)
     experiment = Experiment(
         **values,
-        policy_loss=_instantiate("arm.policy_loss", config.arm.policy_loss),
-        advantage=config.arm.advantage,
-        replay=config.arm.replay,
-        replay_threshold=config.arm.replay_threshold,
-        old_logprobs=config.arm.old_logprobs,
-        correction=correction,
-        kl=kl,
+        arm=_build_arm(config.arm),
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
         logger=None if config.logger is None else _instantiate("logger", config.logger),
     )
     check(experiment)
     return experiment
+
+
+def _build_arm(node: DictConfig) -> Arm:
+    policy_loss = _instantiate("arm.policy_loss", node.policy_loss)
+    with settings_of("arm"):
+        numbers = {name: node[f"correction_{name}"] for name in ("cap", "low", "high")}
+        return Arm(
+            policy_loss=policy_loss,
+            advantage=node.advantage,
+            replay=node.replay,
+            replay_threshold=node.replay_threshold,
+            old_logprobs=node.old_logprobs,
+            correction=Correction(kind=node.correction, **numbers),
+            kl=ReferenceKl(coefficient=node.kl, estimator=node.kl_estimator),
+        )
 
 
 def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
@@ -153,9 +157,11 @@ def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
         raise ConfigError(
             "optim.lr is given and the study gives each arm its own; leave it out, or drop theirs by '~lr_of_arm'"
         )
-    if experiment.label not in rates:
-        raise ConfigError(f"lr_of_arm has no rate for {experiment.label}; add +lr_of_arm.{experiment.label}=<lr>")
-    config.optim.lr = rates[experiment.label]
+    if experiment.arm.label not in rates:
+        raise ConfigError(
+            f"lr_of_arm has no rate for {experiment.arm.label}; add +lr_of_arm.{experiment.arm.label}=<lr>"
+        )
+    config.optim.lr = rates[experiment.arm.label]
     return build(config)
 
 

@@ -91,7 +91,7 @@ class Critic(ScalarModel):
         return self.scores(rollouts.tokens_BS, rollouts.attention_BS)[:, -T - 1 : -1]
 
     @torch.no_grad()
-    def judge(self, rollouts: Rollouts, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def assess(self, rollouts: Rollouts, micro_batch: int) -> tuple[Tensor, Tensor]:
         """(whitened advantages, returns) of a step's rollouts, [B, T]. micro_batch: sequences a forward, 0: all."""
         rows = torch.arange(len(rollouts)).split(micro_batch or len(rollouts))
         values_BT = torch.cat([self.values(rollouts[part]) for part in rows])

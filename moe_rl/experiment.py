@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 
-from moe_rl.advantage import ADVANTAGES
+from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
-from moe_rl.corrections import NO_CORRECTION, Correction
 from moe_rl.critic import NO_CRITIC, CriticSettings
 from moe_rl.drift_meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
-from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.preference_model import NO_PREFERENCES, REWARDS, Preferences
-from moe_rl.reference import NO_KL, ReferenceKl
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
-from moe_rl.update import KEEPS, OLD_LOGPROBS, REPLAYS
-
-SUFFIXES = {
-    "none": "",
-    "old_policy": "_routing_replay",
-    "rollout": "_r3",
-    "shuffled": "_shuffled_replay",
-    "thresholded": "_thresholded_replay",
-    "sticky": "_sticky_replay",
-}
 
 
 class ConfigError(ValueError):
@@ -77,9 +63,7 @@ class Experiment:
     activation_checkpointing: bool
     eval_prompts: int
     eval_every: int
-    policy_loss: PolicyLoss
-    advantage: str
-    replay: str
+    arm: Arm
     model: Tiny | Checkpoint
     router: Router
     task: Task
@@ -88,24 +72,12 @@ class Experiment:
     drift: DriftSettings
     cold_start: ColdStart
     launch: Launch
-    replay_threshold: float = 0.0
-    old_logprobs: str = "recompute"
-    correction: Correction = NO_CORRECTION
-    kl: ReferenceKl = NO_KL
     dynamic_sampling: int = 0
     overlong_buffer: int = 0
     reward: str = "verifier"
     preference_model: Preferences = NO_PREFERENCES
     critic: CriticSettings = NO_CRITIC
     logger: Logger | None = None
-
-    @property
-    def label(self) -> str:
-        """The arm's name in results: what runs, not what it was called."""
-        engine = "_engine_logprobs" if self.old_logprobs == "engine" else ""
-        correction = "" if self.correction.kind == "none" else f"_{self.correction.kind}"
-        kl = "_kl" if self.kl.on else ""
-        return self.policy_loss.name(self.advantage) + SUFFIXES[self.replay] + engine + correction + kl
 
 
 def check(e: Experiment) -> None:
@@ -129,37 +101,9 @@ def check(e: Experiment) -> None:
             f"overlong_buffer is {e.overlong_buffer} and responses have at most {e.engine.max_new_tokens} tokens; "
             "lower overlong_buffer or raise engine.max_new_tokens"
         )
-    for name, value, known in (
-        ("reward", e.reward, REWARDS),
-        ("arm.advantage", e.advantage, ADVANTAGES),
-        ("arm.replay", e.replay, REPLAYS),
-        ("arm.old_logprobs", e.old_logprobs, OLD_LOGPROBS),
-    ):
-        if value not in known:
-            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(known)}")
-    if e.advantage == "gae" and not e.policy_loss.token_advantages:
-        raise ConfigError(
-            f"arm.advantage=gae gives each token an advantage of its own, {type(e.policy_loss).__name__} takes one a "
-            f"sequence; choose {type(e.policy_loss).advantage}, or a loss such as ppo or gspo_token"
-        )
-    if e.policy_loss.advantage == "gae" and e.advantage != "gae":
-        raise ConfigError(
-            f"{type(e.policy_loss).__name__} takes its advantages from a critic and arm.advantage={e.advantage} has "
-            "none; set arm.advantage=gae, or choose dapo, the same loss without a critic"
-        )
-    if not 0 <= e.replay_threshold < math.inf:
-        raise ConfigError(f"arm.replay_threshold is {e.replay_threshold}; set it to 0 or more")
-    if e.replay_threshold and e.replay not in KEEPS:
-        raise ConfigError(
-            f"arm.replay_threshold is {e.replay_threshold} and arm.replay={e.replay} has none; choose "
-            f"{' or '.join(KEEPS)}"
-        )
-    if e.old_logprobs == "engine" and e.correction.kind not in ("none", "rspo"):
-        raise ConfigError(
-            f"arm.correction={e.correction.kind} weighs the trainer's old policy against the engine, and with "
-            "arm.old_logprobs=engine that is the engine itself; set arm.old_logprobs=recompute or arm.correction=none"
-        )
-    if e.replay == "shuffled" and sequences == e.updates:
+    if e.reward not in REWARDS:
+        raise ConfigError(f"reward is {e.reward!r}; choose one of {', '.join(REWARDS)}")
+    if e.arm.replay == "shuffled" and sequences == e.updates:
         raise ConfigError(
             f"arm.replay=shuffled exchanges the sequences of a mini-batch, and {sequences} sequences in {e.updates} "
             "updates have one each; lower updates"
@@ -180,8 +124,8 @@ def check(e: Experiment) -> None:
 def refuse_without_routers(e: Experiment, because: str = "") -> None:
     """ConfigError, which begins with `because`, for a setting that makes no sense on a model without MoE layers."""
     for value, default, name in (
-        (e.replay, "none", "arm.replay"),
-        (e.correction.kind if e.correction.needs_routers else "none", "none", "arm.correction"),
+        (e.arm.replay, "none", "arm.replay"),
+        (e.arm.correction.kind if e.arm.correction.needs_routers else "none", "none", "arm.correction"),
         (e.engine.router_noise, 0, "engine.router_noise"),
     ):
         if value != default:

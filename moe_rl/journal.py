@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from moe_rl.corrections import tails
+from moe_rl.drift import compare
+from moe_rl.experiment import Experiment
+from moe_rl.old_pass import MiniBatch
 from moe_rl.provenance import provenance
-from moe_rl.records import Rollouts
+from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.shaping import equal_groups
 from moe_rl.store import RunWriter
 
 
@@ -36,7 +44,7 @@ class Journal:
         """Book the CPU seconds since the last lap to a column of `steps`."""
         self.seconds[part] += self.clock.lap()
 
-    def count(self, sampled: list[Rollouts]) -> dict[str, int]:
+    def count(self, sampled: Sequence[Rollouts]) -> dict[str, int]:
         """Completions and response tokens so far, with those that were sampled and not trained on."""
         self.progress["queries"] += sum(len(rollouts) for rollouts in sampled)
         self.progress["tokens"] += sum(int(rollouts.response_BT.sum()) for rollouts in sampled)
@@ -83,3 +91,49 @@ class Clock:
         now = time.process_time()
         lap, self.last = now - self.last, now
         return lap
+
+
+# ------------------------------------------------------------------------------------------- columns of the table steps
+def rollout_columns(
+    e: Experiment, rollouts: Rollouts, sampled: Sequence[Rollouts], batches: Sequence[MiniBatch]
+) -> dict[str, float]:
+    """What the table `steps` says about the rollouts: about rewards and lengths, those of the step's own prompts, for
+    what is trained on may be chosen by its reward."""
+    entropy = sum(float(entropies.sum()) for batch in batches for entropies in batch.entropies)
+    own = sampled[0]
+    trained, asked = (equal_share(x, e.completions) for x in (rollouts, own))
+    columns = {}
+    if e.reward == "preference_model":
+        columns["model_reward"] = float(own.training_rewards_B.mean())
+    if e.dynamic_sampling:
+        columns["replaced_groups"] = asked - trained
+    return {
+        **columns,
+        "reward": float(own.rewards_B.mean()),
+        "reward_sd": float(own.rewards_B.std()),
+        "exact": float(own.exact_B.float().mean()),
+        "equal_groups": trained,
+        "response_length": float(own.response_BT.sum(1).float().mean()),
+        "truncated": float(own.truncated_B.float().mean()),
+        "entropy": entropy / int(rollouts.response_BT.sum()),
+        **mismatch_columns(batches),
+    }
+
+
+def equal_share(rollouts: Rollouts, completions: int) -> float:
+    """Share of groups whose training rewards are all equal, and which therefore teach nothing."""
+    return float(equal_groups(rollouts.training_rewards_B, completions).double().mean())
+
+
+def mismatch_columns(batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """How far the sampler is from the old policy, in log probabilities, and in routing where both are known."""
+    parts = [part for batch in batches for part in batch.parts]
+    recomputed = [logprobs_BT for batch in batches for logprobs_BT in batch.recomputed]
+    log_c = [(lp - part.rollout_logprobs_BT)[part.response_BT] for part, lp in zip(parts, recomputed, strict=True)]
+    columns = {f"mismatch_{name}": value for name, value in tails(torch.cat(log_c)).items()}
+    live = [trace for batch in batches for trace in batch.live_routing]
+    both = [(part.routing, trace) for part, trace in zip(parts, live, strict=True) if part.routing and trace]
+    if both:
+        sampled, own = (RoutingTrace.cat(traces) for traces in zip(*both, strict=True))
+        columns["routing_mismatch"] = compare(sampled, own).slot_change
+    return columns

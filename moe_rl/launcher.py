@@ -108,7 +108,7 @@ def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) ->
     except ConfigError as error:
         raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     results, varied = config.launch.results_dir, knobs(config, overrides)
-    folder = run_folder(results, experiment.study_name, experiment.label, varied, experiment.seed)
+    folder = run_folder(results, experiment.study_name, experiment.arm.label, varied, experiment.seed)
     check_config(folder, identity(config))
     with open_dict(config):
         config.launch.progress = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl.recording import record
 from moe_rl.records import Rollouts, RoutingTrace
@@ -109,3 +109,15 @@ def routing_of(
             use_cache=False,
         )
     return recorder.trace
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Put the model in eval mode, so that dropout and router jitter cannot make old and new policy differ.
+
+    Under activation checkpointing the layers themselves must be in training mode for it to happen; their parts stay in
+    eval mode. Gradients flow in either mode.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.advantage import GROUP_ADVANTAGES, equal_group_share, group_advantages
+from moe_rl.advantage import GROUP_ADVANTAGES, group_advantages
 
 
 def test_numbers_by_hand():
@@ -44,7 +44,6 @@ def test_the_order_of_sequences_does_not_matter():
     order = torch.randperm(24, generator=generator)
     assert (groups[order].diff() < 0).any()
     assert torch.allclose(group_advantages(rewards[order], groups[order]), group_advantages(rewards, groups)[order])
-    assert equal_group_share(rewards[order], groups[order]) == equal_group_share(rewards, groups)
 
 
 def test_groups_may_have_any_ids_and_different_sizes():
@@ -85,10 +84,3 @@ def test_rewards_that_differ_by_float_noise_teach_nothing():
 def test_a_group_of_one_is_refused():
     with pytest.raises(ValueError, match="a group of one completion has no advantage"):
         group_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]))
-
-
-def test_equal_group_share_counts_groups():
-    rewards = torch.tensor([0.5, 0.2, 0.5, 0.3, 0.0, 0.0])
-    assert equal_group_share(rewards, torch.tensor([0, 1, 0, 1, 2, 2])) == pytest.approx(2 / 3)
-    assert equal_group_share(torch.ones(4), torch.tensor([0, 0, 1, 1])) == 1.0
-    assert equal_group_share(torch.arange(4.0), torch.tensor([0, 0, 1, 1])) == 0.0

@@ -50,7 +50,7 @@ def results(tmp_path_factory):
 def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
     config = composed(arm, *SMALL, "completions=4", "drift.probe=0", "eval_prompts=0")
     experiment = settings.build(config)
-    assert experiment.label == arm
+    assert experiment.arm.label == arm
     sampled, steps, rollouts = loop.sample, [], []
 
     def sample(*arguments):
@@ -59,9 +59,9 @@ def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
         rollouts[-1].rewards_B.copy_(torch.linspace(0, 1, len(rollouts[-1])).pow(2))
         return rollouts[-1]
 
-    def old_pass(model, rollouts, advantages, *rest):
+    def old_pass(model, rollouts, advantages, *rest, **told):
         steps.append((rollouts.rewards_B.numpy(), rollouts.group_ids_B.numpy(), advantages.tolist()))
-        return passed(model, rollouts, advantages, *rest)
+        return passed(model, rollouts, advantages, *rest, **told)
 
     passed = loop.old_pass
     monkeypatch.setattr(loop, "sample", sample)
@@ -91,27 +91,27 @@ def test_every_loss_has_an_arm_with_its_own_defaults_and_advantage():
     covered = set()
     for arm in ARMS:
         experiment = settings.build(composed(arm, "engine.max_new_tokens=12"))
-        loss = experiment.policy_loss
+        loss = experiment.arm.policy_loss
         if hasattr(loss, "length"):
             assert loss.length == 12  # follows the limit of a response
         else:
             assert loss == type(loss)()
         if arm != "rloo":
-            assert experiment.advantage == loss.advantage
+            assert experiment.arm.advantage == loss.advantage
         covered.add(type(loss))
     assert covered == set(LOSSES.values())
 
 
 def test_another_advantage_than_its_own_shows_in_an_arms_label():
-    assert settings.build(composed("grpo", "arm.advantage=group_mean")).label == "grpo_group_mean"
-    assert settings.build(composed("dr_grpo", "arm.advantage=group_std")).label == "dr_grpo_group_std"
-    assert settings.build(composed("rloo", "arm.replay=rollout")).label == "rloo_r3"
-    assert settings.build(composed("gspo", "arm.replay=shuffled")).label == "gspo_shuffled_replay"
-    assert settings.build(composed("gspo", "arm.replay=sticky")).label == "gspo_sticky_replay"
-    assert settings.build(composed("rloo", "arm.advantage=group_mean")).label == "reinforce"
-    assert settings.build(composed("grpo_r3", "arm.old_logprobs=engine")).label == "grpo_r3_engine_logprobs"
-    assert settings.build(composed("gspo_routing_replay", "arm.kl=0.1")).label == "gspo_routing_replay_kl"
-    assert settings.build(composed("gspo", "arm.correction=icepop")).label == "gspo_icepop"
+    assert settings.build(composed("grpo", "arm.advantage=group_mean")).arm.label == "grpo_group_mean"
+    assert settings.build(composed("dr_grpo", "arm.advantage=group_std")).arm.label == "dr_grpo_group_std"
+    assert settings.build(composed("rloo", "arm.replay=rollout")).arm.label == "rloo_r3"
+    assert settings.build(composed("gspo", "arm.replay=shuffled")).arm.label == "gspo_shuffled_replay"
+    assert settings.build(composed("gspo", "arm.replay=sticky")).arm.label == "gspo_sticky_replay"
+    assert settings.build(composed("rloo", "arm.advantage=group_mean")).arm.label == "reinforce"
+    assert settings.build(composed("grpo_r3", "arm.old_logprobs=engine")).arm.label == "grpo_r3_engine_logprobs"
+    assert settings.build(composed("gspo_routing_replay", "arm.kl=0.1")).arm.label == "gspo_routing_replay_kl"
+    assert settings.build(composed("gspo", "arm.correction=icepop")).arm.label == "gspo_icepop"
 
 
 def test_every_arm_has_a_look_of_its_own():

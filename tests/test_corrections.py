@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_rl.corrections import Correction, router_shift, tails, weigh_gradient
+from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.policy_losses.cispo import Cispo
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
@@ -100,7 +101,7 @@ def test_router_shift_by_hand_is_of_the_old_experts_and_its_floor_is_low():
 @pytest.mark.parametrize("replayed", ["none", "old_policy"])
 def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed, monkeypatch):
     from models import tiny
-    from test_update import advantages, rollouts
+    from test_update import advantages, grpo, rollouts
 
     from moe_rl import update
     from moe_rl.optim import Optim
@@ -111,11 +112,11 @@ def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed
     rows = {}
     for correction in (Correction(), Correction(kind="rspo", low=0.0)):
         model, data = tiny(), rollouts()
-        parts = update.split_rows(8, 2, 0)
-        batches = update.old_pass(model, data, advantages(), parts, 2, replayed, keep_logits=True)
+        parts = split_rows(8, 2, 0)
+        batches = old_pass(model, data, advantages(), parts, grpo(replayed), micro_batch=2, keep_logits=True)
         optimizer, schedule = Optim(lr=1e-2).build(model, 2)
         rows[correction.kind] = [
-            update.take_update(model, optimizer, schedule, batch, Grpo(), replayed, 0.0, correction)
+            update.take_update(model, optimizer, schedule, batch, grpo(replayed, correction=correction))
             for batch in batches
         ]
     plain, weighed = rows["none"], rows["rspo"]
@@ -124,9 +125,9 @@ def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed
     assert all((x < 1).all() for x in given[2:])
     assert (weighed[1]["loss"], weighed[1]["log_w_sd"]) == (plain[1]["loss"], plain[1]["log_w_sd"])
     assert weighed[1]["grad_norm"] < plain[1]["grad_norm"]
-    bare = update.old_pass(model, data, advantages(), parts, 0, "old_policy")[0]
-    with pytest.raises(ValueError, match="call old_pass with keep_logits"):
-        update.take_update(model, optimizer, schedule, bare, Grpo(), "old_policy", 0.0, correction)
+    bare = old_pass(model, data, advantages(), parts, grpo("old_policy"))[0]
+    with pytest.raises(ValueError, match="give old_pass the same arm"):
+        update.take_update(model, optimizer, schedule, bare, grpo("old_policy", correction=correction))
 
 
 def test_no_correction_is_the_very_tensor():

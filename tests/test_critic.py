@@ -9,11 +9,12 @@ from models import tiny
 from test_resume import Cut, experiment, go, outcome
 from test_update import rollouts
 
+from moe_rl.arm import Arm
 from moe_rl.critic import Critic, CriticSettings, gae, whitened
 from moe_rl.policy_losses.ppo import Ppo
 from moe_rl.store import read_json, read_table
 
-PPO = {"policy_loss": Ppo(), "advantage": "gae", "replay": "none"}
+PPO = Arm(policy_loss=Ppo(), advantage="gae")
 
 
 def double(values):
@@ -69,14 +70,14 @@ def test_it_learns_the_returns_and_micro_batches_change_rounding_only():
     data, told = rollouts(), {}
     for name, parts in {"whole": [8], "cut": [3, 3, 2]}.items():
         critic = Critic(tiny(), CriticSettings(lr=1e-2, lam=1.0))
-        advantages, returns = critic.judge(data, 0 if name == "whole" else 3)
+        advantages, returns = critic.assess(data, 0 if name == "whole" else 3)
         assert torch.allclose(returns[data.response_BT], data.rewards_B[:, None].expand_as(returns)[data.response_BT])
         assert abs(float(advantages[data.response_BT].mean())) < 1e-6
         rows = torch.arange(8).split(parts)
         told[name] = [
             critic.learn([data[part] for part in rows], [returns[part] for part in rows], 1.0) for _ in range(30)
         ]
-        assert not critic.judge(data, 0)[1].isnan().any()
+        assert not critic.assess(data, 0)[1].isnan().any()
     first, last = told["whole"][0], told["whole"][-1]
     errors = data.rewards_B[:, None].expand(data.response_BT.shape)[data.response_BT].square()
     assert first["value_loss"] == pytest.approx(float(errors.mean()) / 2, rel=1e-5)  # a critic of zeros
@@ -87,7 +88,7 @@ def test_it_learns_the_returns_and_micro_batches_change_rounding_only():
 
 
 def test_a_run_of_ppo_starts_at_ratio_1_learns_values_and_goes_on_bit_for_bit(tmp_path):
-    e = dataclasses.replace(experiment(), **PPO)
+    e = dataclasses.replace(experiment(), arm=PPO)
     assert go(tmp_path / "whole", e) == "finished"
     run = tmp_path / "whole" / "run"
     assert read_json(run / "run.json")["label"] == "ppo"

@@ -6,14 +6,15 @@ import math
 import pytest
 import torch
 from models import FAMILIES, random_trace_like, sets_differ, tiny
-from test_update import advantages, distance, rollouts, weights
+from test_update import advantages, distance, grpo, rollouts, weights
 
 from moe_rl import record, replay
+from moe_rl.arm import KEEPS
 from moe_rl.keeping import keep_likely, keep_unless_outdone
+from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.optim import Optim
-from moe_rl.policy import response_logprobs, routing_of
-from moe_rl.policy_losses.grpo import Grpo
-from moe_rl.update import KEEPS, make_deterministic, old_pass, split_rows, take_update
+from moe_rl.policy import make_deterministic, response_logprobs, routing_of
+from moe_rl.update import take_update
 
 P = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]])
 LIVE = torch.tensor([[0, 1, 2]])  # the weakest live choice has 0.2
@@ -128,9 +129,12 @@ def train(threshold, checkpointing=False, micro_batch=0, mode="thresholded", lr=
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), micro_batch, mode)
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(mode), micro_batch=micro_batch)
     optimizer, schedule = Optim(lr=lr).build(model, 2)
-    rows = [take_update(model, optimizer, schedule, batch, Grpo(), mode, 1.0, threshold=threshold) for batch in batches]
+    rows = [
+        take_update(model, optimizer, schedule, batch, grpo(mode, replay_threshold=threshold), max_grad_norm=1.0)
+        for batch in batches
+    ]
     return model, rows
 
 

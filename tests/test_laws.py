@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from moe_rl import loop
+from moe_rl import assembly, loop
+from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
 from moe_rl.corrections import Correction
 from moe_rl.drift_meter import DriftSettings
@@ -69,22 +70,29 @@ class Result:
 
 
 ARMS = {
-    "grpo": {"policy_loss": Grpo(), "replay": "none"},
-    "grpo_routing_replay": {"policy_loss": Grpo(), "replay": "old_policy"},
-    "grpo_r3": {"policy_loss": Grpo(), "replay": "rollout"},
-    "grpo_shuffled_replay": {"policy_loss": Grpo(), "replay": "shuffled"},
-    "grpo_thresholded_replay": {"policy_loss": Grpo(), "replay": "thresholded", "replay_threshold": 0.9},
-    "grpo_sticky_replay": {"policy_loss": Grpo(), "replay": "sticky", "replay_threshold": 0.9},
-    "gspo": {"policy_loss": Gspo(), "replay": "none"},
-    "gspo_token": {"policy_loss": GspoToken(), "replay": "none"},
+    "grpo": Arm(policy_loss=Grpo()),
+    "grpo_routing_replay": Arm(policy_loss=Grpo(), replay="old_policy"),
+    "grpo_r3": Arm(policy_loss=Grpo(), replay="rollout"),
+    "grpo_shuffled_replay": Arm(policy_loss=Grpo(), replay="shuffled"),
+    "grpo_thresholded_replay": Arm(policy_loss=Grpo(), replay="thresholded", replay_threshold=0.9),
+    "grpo_sticky_replay": Arm(policy_loss=Grpo(), replay="sticky", replay_threshold=0.9),
+    "gspo": Arm(policy_loss=Gspo()),
+    "gspo_token": Arm(policy_loss=GspoToken()),
 }
 SMALL = Tiny(layers=2, hidden_size=32, heads=2, experts=8, top_k=2, expert_size=16, initializer_range=0.1)
+
+
+def split_arm(name, changes):
+    """Settings of an experiment: the arm, with those of `changes` that are an arm's, and the others."""
+    own = {field.name for field in dataclasses.fields(Arm)} & changes.keys()
+    arm = dataclasses.replace(ARMS[name], **{field: changes[field] for field in own})
+    return {"arm": arm, **{key: value for key, value in changes.items() if key not in own}}
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """train(arm, setting=...) -> Result of a small run. Equal runs are made once, unless `fresh`."""
-    build_policy, built, made = loop.build_policy, [], {}
+    build_policy, built, made = assembly.build_policy, [], {}
     tmp_path = tmp_path_factory.mktemp("laws")
 
     def remember(*args, **told):
@@ -106,9 +114,8 @@ def train(tmp_path_factory):
             "activation_checkpointing": False, "eval_prompts": 0, "eval_every": 0, "model": SMALL, "router": Native(),
             "task": Vowels(), "engine": Hf(max_new_tokens=6), "optim": Optim(lr=3e-3),
             "drift": DriftSettings(rollouts=4, probe=4), "cold_start": ColdStart(steps=0), "launch": Launch(),
-            "advantage": "group_std",
         }  # fmt: skip
-        experiment = Experiment(**settings | ARMS[arm] | changes)
+        experiment = Experiment(**settings | split_arm(arm, changes))
         folder = tmp_path / str(next(counter))
         with open_run(folder, {}) as writer:
             state = loop.run(experiment, writer, str(tmp_path / "cache"))
@@ -117,9 +124,9 @@ def train(tmp_path_factory):
         facts, status = read_json(folder / "run.json"), read_json(folder / "status.json")
         return Result(state, start, model.state_dict(), tables, facts, status)
 
-    loop.build_policy = remember
+    assembly.build_policy = remember
     yield run
-    loop.build_policy = build_policy
+    assembly.build_policy = build_policy
 
 
 def same(one, other):

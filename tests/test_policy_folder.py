@@ -11,7 +11,7 @@ from test_resume import experiment, go
 from test_routers import ROUTERS, run
 from transformers import AutoModelForCausalLM
 
-from moe_rl import loop
+from moe_rl import assembly
 from moe_rl.cold_start import ColdStart
 from moe_rl.experiment import ConfigError
 from moe_rl.models.build import Checkpoint
@@ -110,11 +110,11 @@ def test_a_run_goes_on_with_a_kept_policy_and_its_variant_and_with_no_other(tmp_
     policy = tmp_path / "run" / "policy"
     model = Checkpoint(path=str(policy), dtype="float32")
     told = dataclasses.replace(kept, model=model, cold_start=ColdStart(steps=0))
-    loaded, _, _ = loop.build_policy(told, str(tmp_path / "cache"))
+    loaded, _, _ = assembly.build_policy(told, str(tmp_path / "cache"))
     with safe_open(policy / VARIANT, "pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     assert len(saved) == 2
     assert all(tensor.abs().max() > 1e-4 for tensor in saved.values())
     assert all(torch.equal(tensor, saved[name]) for name, tensor in attached(loaded).items())
     with pytest.raises(ConfigError, match=r"router: .*policy was trained with LearnedPrior"):
-        loop.build_policy(dataclasses.replace(told, router=Native()), str(tmp_path / "cache"))
+        assembly.build_policy(dataclasses.replace(told, router=Native()), str(tmp_path / "cache"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import tiny
 from test_damage import no_file_longer_than
-from test_laws import ARMS, SECONDS, SMALL, Vowels
+from test_laws import SECONDS, SMALL, Vowels, split_arm
 
 from moe_rl import checkpoint, loop
 from moe_rl.cold_start import ColdStart
@@ -31,10 +31,11 @@ OPTIM = Optim(lr=1e-2, schedule="linear", warmup_updates=2)
 def experiment(arm="grpo_routing_replay", router=None, steps=4, optim=None, **changes):
     return Experiment(
         study_name="s", seed=0, steps=steps, prompts=4, completions=2, updates=2, micro_batch=0,
-        activation_checkpointing=False, eval_prompts=4, eval_every=2, advantage="group_std", **ARMS[arm], model=SMALL,
+        activation_checkpointing=False, eval_prompts=4, eval_every=2, model=SMALL,
         router=router or Native(), task=Vowels(), engine=Hf(max_new_tokens=6),
         optim=optim or OPTIM, cold_start=ColdStart(steps=2, batch_size=4),
-        drift=DriftSettings(rollouts=2, probe=2, trace_every=2), launch=Launch(keep_policy=True), **changes,
+        drift=DriftSettings(rollouts=2, probe=2, trace_every=2),
+        launch=Launch(keep_policy=True), **split_arm(arm, changes),
     )  # fmt: skip
 
 

@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 from models import FAMILIES, tiny
-from test_update import advantages, distance, rollouts, weights
+from test_update import advantages, distance, grpo, rollouts, weights
 
 from moe_rl import record
+from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.optim import Optim
-from moe_rl.policy import routing_of
-from moe_rl.policy_losses.grpo import Grpo
+from moe_rl.policy import make_deterministic, routing_of
 from moe_rl.records import RoutingError
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, balance, kl, router_outputs
-from moe_rl.update import make_deterministic, old_pass, split_rows, take_update
+from moe_rl.update import take_update
 
 BOTH = RouterPressure(balance_loss=0.3, router_kl=0.7)
 
@@ -71,9 +71,11 @@ def train(pressure, checkpointing=False, micro_batch=0, arm="none", updates=2, l
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
     rows = split_rows(8, updates, 0)
-    batches = old_pass(model, data, advantages(), rows, micro_batch, arm, keep_logits=pressure.router_kl > 0)
+    batches = old_pass(
+        model, data, advantages(), rows, grpo(arm), micro_batch=micro_batch, keep_logits=pressure.router_kl > 0
+    )
     optimizer, schedule = Optim(lr=lr).build(model, updates)
-    told = [take_update(model, optimizer, schedule, b, Grpo(), arm, 0.0, pressure=pressure) for b in batches]
+    told = [take_update(model, optimizer, schedule, b, grpo(arm), pressure=pressure) for b in batches]
     return model, told
 
 
@@ -110,7 +112,7 @@ def test_nothing_is_asked_and_nothing_changes_at_0():
     assert not rows[0].keys() & {"balance_loss", "router_kl"}
     assert "balance_loss" in told[0]
     assert distance(weights(model), weights(other)) < 1e-5
-    batch = old_pass(tiny(), rollouts(), advantages(), split_rows(8, 2, 0), 0, "old_policy")[1]
+    batch = old_pass(tiny(), rollouts(), advantages(), split_rows(8, 2, 0), grpo("old_policy"))[1]
     assert batch.router_logits == [None]
     assert not batch.routing[0].extras
 
@@ -120,25 +122,31 @@ def test_pressure_alone_balances_the_load_and_pulls_the_routers_back():
     model, data = tiny(), rollouts()
     optimizer, schedule = Optim(lr=1e-2).build(model, 30)
     pressure = RouterPressure(balance_loss=1.0)
-    batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], 0, "none")[0]
-    rows = [take_update(model, optimizer, schedule, batch, Grpo(), "none", 1.0, pressure=pressure) for _ in range(30)]
+    batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
+    rows = [
+        take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0, pressure=pressure) for _ in range(30)
+    ]
     assert rows[-1]["balance_loss"] < rows[0]["balance_loss"] - 0.05
     assert {row["loss"] for row in rows} == {0.0}, "the column is the policy loss alone"
-    old = old_pass(model, data, torch.zeros(8), [torch.arange(8)], 0, "none", keep_logits=True)[0]
+    old = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo(), keep_logits=True)[0]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".gate." in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     optimizer, schedule = Optim(lr=3e-3, trains="router").build(model, 30)
     pressure = RouterPressure(router_kl=1.0)
-    rows = [take_update(model, optimizer, schedule, old, Grpo(), "none", 1.0, pressure=pressure) for _ in range(30)]
+    rows = [
+        take_update(model, optimizer, schedule, old, grpo(), max_grad_norm=1.0, pressure=pressure) for _ in range(30)
+    ]
     assert rows[-1]["router_kl"] < rows[0]["router_kl"] / 3
 
 
 def test_router_kl_without_old_logits_is_refused():
     model, data = tiny(), rollouts()
-    batch = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none")[0]
+    batch = old_pass(model, data, advantages(), [torch.arange(8)], grpo())[0]
     optimizer, schedule = Optim().build(model, 1)
     with pytest.raises(RoutingError, match="needs the router logits of the old pass"):
-        take_update(model, optimizer, schedule, batch, Grpo(), "none", 1.0, pressure=RouterPressure(router_kl=1.0))
+        take_update(
+            model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0, pressure=RouterPressure(router_kl=1.0)
+        )
     assert routing_of(model, data.tokens_BS, data.attention_BS).num_layers == 3

@@ -64,8 +64,8 @@ def sampled_by(monkeypatch):
     """All that the loop samples, with the prompts."""
     kept, sample = [], loop.sample
 
-    def keep(e, model, tokenizer, prompts, *more):
-        kept.append((prompts, sample(e, model, tokenizer, prompts, *more)))
+    def keep(e, state, prompts, *more):
+        kept.append((prompts, sample(e, state, prompts, *more)))
         return kept[-1][1]
 
     monkeypatch.setattr(loop, "sample", keep)

@@ -10,11 +10,13 @@ import torch
 from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 
 from moe_rl import record, replay
+from moe_rl.arm import Arm
 from moe_rl.drift import compare
 from moe_rl.foresight import ranked_scores
 from moe_rl.models.families import find_routers
+from moe_rl.old_pass import look, old_pass, split_rows
 from moe_rl.optim import Optim
-from moe_rl.policy import response_logprobs, routing_of
+from moe_rl.policy import make_deterministic, response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
@@ -22,15 +24,7 @@ from moe_rl.records import LossOutput, Rollouts, RoutingError, RoutingTrace
 from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.predictive import Predictive
-from moe_rl.update import (
-    clip_columns,
-    look,
-    make_deterministic,
-    old_pass,
-    ratio_columns,
-    split_rows,
-    take_update,
-)
+from moe_rl.update import clip_columns, ratio_columns, take_update
 
 ARMS = {"grpo": (Grpo(), "none"), "grpo_routing_replay": (Grpo(), "old_policy"), "gspo": (Gspo(), "none")}
 ARMS |= {"grpo_r3": (Grpo(), "rollout"), "gspo_routing_replay": (Gspo(), "old_policy")}
@@ -40,6 +34,10 @@ ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
 # Columns of settings that have something to say there.
 SOMETIMES = {"value_loss", "explained_variance", "replay_kept", "balance_loss", "router_kl", "reference_kl"}
 SOMETIMES |= {"foreseen", "foreseen_by_native"}
+
+
+def grpo(replay="none", **changes):
+    return Arm(policy_loss=Grpo(), replay=replay, **changes)
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):
@@ -69,12 +67,17 @@ def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
     loss, replayed = ARMS[arm]
     data = data or rollouts(model, routing=replayed == "rollout")
     rows = split_rows(len(data), updates, 0)
-    batches = old_pass(model, data, advantages(len(data)), rows, micro_batch, replayed)
+    batches = old_pass(model, data, advantages(len(data)), rows, grpo(replayed), micro_batch=micro_batch)
     if not batches[0].recomputed:
         look(model, batches[0], replayed)
     optim = Optim(lr=lr)
     optimizer, schedule = optim.build(model, updates)
-    return [take_update(model, optimizer, schedule, batch, loss, replayed, optim.max_grad_norm) for batch in batches]
+    return [
+        take_update(
+            model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=optim.max_grad_norm
+        )
+        for batch in batches
+    ]
 
 
 def weights(model):
@@ -148,10 +151,13 @@ def test_micro_batches_and_activation_checkpointing_change_results_by_rounding_o
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
         data = rollouts(model, routing=replayed == "rollout")
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), micro_batch, replayed)
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        rows = [take_update(model, optimizer, schedule, batch, loss, replayed, 1.0) for batch in batches]
+        rows = [
+            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
+            for batch in batches
+        ]
         results[micro_batch, checkpointing] = weights(model), rows
     expected, expected_rows = results[0, False]
     assert distance(expected, weights(start)) > 1e-3
@@ -176,9 +182,9 @@ def test_a_sequence_without_response_counts_in_no_micro_batch():
     for name, rows in (("all", torch.arange(8)), ("kept", kept)):
         for micro_batch in (0, 2):
             twin = copy.deepcopy(model)
-            batch = old_pass(twin, data, advantages(), [rows], micro_batch, "none")[0]
+            batch = old_pass(twin, data, advantages(), [rows], grpo(), micro_batch=micro_batch)[0]
             optimizer, schedule = Optim().build(twin, 1)
-            row = take_update(twin, optimizer, schedule, batch, Grpo(), "none", 1.0)
+            row = take_update(twin, optimizer, schedule, batch, grpo(), max_grad_norm=1.0)
             norms[name, micro_batch] = (row["loss"], row["grad_norm"], row["log_w_sd"])
     for got in norms.values():
         assert got == pytest.approx(norms["kept", 0], rel=1e-5)
@@ -197,9 +203,9 @@ def test_law_4_sequences_without_advantage_change_nothing():
     model, data = tiny(), rollouts()
     before = weights(model)
     for loss in (Grpo(), Gspo()):
-        batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], 0, "none")[0]
+        batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
         optimizer, schedule = Optim().build(model, 1)
-        row = take_update(model, optimizer, schedule, batch, loss, "none", 1.0)
+        row = take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss), max_grad_norm=1.0)
         assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
     assert distance(before, weights(model)) == 0.0
 
@@ -222,7 +228,7 @@ def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
     data, A = rollouts(model, routing=True), advantages()
     rows = split_rows(8, 2, 3)
     for replayed in ("none", "old_policy", "rollout"):
-        batches = old_pass(model, data, A, rows, micro_batch, replayed)
+        batches = old_pass(model, data, A, rows, grpo(replayed), micro_batch=micro_batch)
         assert [len(batch.parts) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
         for batch, wanted in zip(batches, rows, strict=True):
             assert torch.equal(torch.cat(batch.advantages), A[wanted])
@@ -254,11 +260,16 @@ def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_o
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
         optimizer, schedule = Optim(lr=1e-2).build(model, 2)
-        batches = old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), micro_batch, replayed)
+        batches = old_pass(
+            model, rollouts(), advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch
+        )
         assert [len(batch.recomputed) for batch in batches] == [0, len(batches[1].parts)]
         if looks:
             look(model, batches[0], replayed)
-        rows = [take_update(model, optimizer, schedule, batch, loss, replayed, 1.0) for batch in batches]
+        rows = [
+            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
+            for batch in batches
+        ]
         ends[looks] = rows, batches[0], weights(model)
     (rows, batch, end), (other_rows, other_batch, other_end) = ends.values()
     assert rows == other_rows
@@ -274,7 +285,7 @@ def test_with_one_update_the_old_policy_is_not_asked_at_all():
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     for replayed in ("none", "old_policy"):
-        (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], 3, replayed)
+        (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], grpo(replayed), micro_batch=3)
         assert not forwards
         assert batch.recomputed == []
 
@@ -291,7 +302,7 @@ def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
         (rollouts(), "sticky", False),
         (rollouts(), "none", True),  # router_kl wants the old policy's logits
     ):
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, replayed, keep_logits=logits)
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), keep_logits=logits)
         assert [len(batch.recomputed) for batch in batches] == [1, 1], replayed
 
 
@@ -301,9 +312,9 @@ def test_with_the_engines_log_probabilities_ratios_are_taken_against_those_from_
     data = dataclasses.replace(data, rollout_logprobs_BT=torch.where(data.response_BT, -1.5, 0.0))
     with torch.no_grad():
         natural, _ = response_logprobs(model, data)
-    (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none", "engine")
+    (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], grpo(old_logprobs="engine"))
     optimizer, schedule = Optim().build(model, 1)
-    row = take_update(model, optimizer, schedule, batch, Grpo(), "none", 1.0)
+    row = take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0)
     log_w = (natural + 1.5)[data.response_BT]
     assert row["log_w_sd"] == pytest.approx(float(log_w.double().std(correction=0)), rel=1e-6)
     assert torch.equal(batch.old_logprobs[0], data.rollout_logprobs_BT)
@@ -315,7 +326,7 @@ def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
     data = rollouts(model, routing=True)
     rows = [torch.arange(8)]
     natural, _ = response_logprobs(model, data)
-    old = {name: old_pass(model, data, advantages(), rows, 0, name)[0] for name in ("none", "old_policy", "rollout")}
+    old = {name: old_pass(model, data, advantages(), rows, grpo(name))[0] for name in ("none", "old_policy", "rollout")}
     assert torch.equal(old["none"].old_logprobs[0], natural)
     assert torch.equal(old["old_policy"].old_logprobs[0], natural)  # recording is only looking
     assert (old["rollout"].old_logprobs[0] - natural).abs().max() > 1e-2  # a foreign engine's experts
@@ -331,7 +342,7 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     make_deterministic(model)
     loss, replayed = ARMS[arm]
     data = rollouts(model, routing=replayed == "rollout")
-    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), 1, replayed)
+    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), grpo(replayed), micro_batch=1)
     if not batches[0].recomputed:
         look(model, batches[0], replayed)
     before = routing_of(model, data.tokens_BS, data.attention_BS)
@@ -339,7 +350,7 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     drift = []
     for batch in batches:
         with record(model) as recorder:
-            take_update(model, optimizer, schedule, batch, loss, replayed, 1.0)
+            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
         assert len(recorder.traces) == len(batch.routing) == 2
         for used, wanted in zip(recorder.traces, batch.routing, strict=True):
             assert wanted.valid_BS.any()
@@ -350,11 +361,11 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
 
 def test_without_replay_training_forwards_do_not_use_the_old_experts():
     model, data = tiny(), rollouts()
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "old_policy")
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
-    take_update(model, optimizer, schedule, batches[0], Grpo(), "none", 1.0)
+    take_update(model, optimizer, schedule, batches[0], grpo(), max_grad_norm=1.0)
     with record(model) as recorder:
-        take_update(model, optimizer, schedule, batches[1], Grpo(), "none", 1.0)
+        take_update(model, optimizer, schedule, batches[1], grpo(), max_grad_norm=1.0)
     wanted = batches[1].routing[0]
     assert sets_differ(recorder.trace, wanted)[wanted.valid_BS].any()
 
@@ -374,7 +385,9 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
     rows = split_rows(8, 2, 3)
     own = routing_of(model, data.tokens_BS, data.attention_BS)
     natural, _ = response_logprobs(model, data)
-    for batch, of_update in zip(old_pass(model, data, advantages(), rows, micro_batch, "shuffled"), rows, strict=True):
+    for batch, of_update in zip(
+        old_pass(model, data, advantages(), rows, grpo("shuffled"), micro_batch=micro_batch), rows, strict=True
+    ):
         got = RoutingTrace.cat(batch.routing)
         for place, row in enumerate(of_update.tolist()):
             other = of_update[place - 1].item()
@@ -388,23 +401,23 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
 
 def test_shuffled_replay_of_a_single_sequence_is_refused():
     with pytest.raises(RoutingError, match="1 sequence has no neighbours"):
-        old_pass(tiny(), rollouts(), advantages(), split_rows(8, 8, 0), 0, "shuffled")
+        old_pass(tiny(), rollouts(), advantages(), split_rows(8, 8, 0), grpo("shuffled"))
 
 
 def test_replaying_rollouts_without_routing_is_refused():
     model = tiny()
     with pytest.raises(ValueError, match="replay=rollout needs rollouts with routing"):
-        old_pass(model, rollouts(), advantages(), [torch.arange(8)], 0, "rollout")
+        old_pass(model, rollouts(), advantages(), [torch.arange(8)], grpo("rollout"))
 
 
 def test_b14_replay_without_an_old_pass_that_recorded_is_refused():
     model, data = tiny(), rollouts()
-    batch = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")[1]
+    batch = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())[1]
     optimizer, schedule = Optim().build(model, 1)
     with pytest.raises(RoutingError, match="before switch_to"):
-        take_update(model, optimizer, schedule, batch, Grpo(), "old_policy", 1.0)
+        take_update(model, optimizer, schedule, batch, grpo("old_policy"), max_grad_norm=1.0)
     with pytest.raises(RoutingError, match="no MoE layers"):
-        old_pass(tiny("dense"), data, advantages(), split_rows(8, 2, 0), 0, "old_policy")
+        old_pass(tiny("dense"), data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
 
 
 @pytest.mark.parametrize("arm", ["grpo", "gspo"])
@@ -445,11 +458,18 @@ class Spoilt(PolicyLoss):
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 def test_a_loss_or_gradient_that_is_not_finite_leaves_weights_optimizer_and_schedule_as_they_were(what, gradient_only):
     model, data = tiny(), rollouts()
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())
     optimizer, schedule = Optim(schedule="linear").build(model, 10)
-    take_update(model, optimizer, schedule, batches[0], Grpo(), "none", 1.0)
+    take_update(model, optimizer, schedule, batches[0], grpo(), max_grad_norm=1.0)
     before, state, lr = weights(model), copy.deepcopy(optimizer.state_dict()), schedule.get_last_lr()
-    row = take_update(model, optimizer, schedule, batches[1], Spoilt(what=what, gradient_only=gradient_only), "none", 1)
+    row = take_update(
+        model,
+        optimizer,
+        schedule,
+        batches[1],
+        Arm(policy_loss=Spoilt(what=what, gradient_only=gradient_only)),
+        max_grad_norm=1,
+    )
     assert not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
     assert distance(before, weights(model)) == 0.0
     assert schedule.get_last_lr() == lr
@@ -490,7 +510,9 @@ def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_th
     install(model, variant)
     make_deterministic(model)
     data = rollouts(model, routing=replayed == "rollout")
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), micro_batch, replayed, router=variant)
+    batches = old_pass(
+        model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch, router=variant
+    )
     assert not batches[0].scores
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
 
@@ -505,9 +527,9 @@ def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_th
         return [torch.cat([part[layer][rows] for part, rows in zip(of_part, real, strict=True)]) for layer in range(3)]
 
     old = scores()
-    told = [take_update(model, optimizer, schedule, batches[0], Grpo(), replayed, 0.0, router=variant)]
+    told = [take_update(model, optimizer, schedule, batches[0], grpo(replayed), router=variant)]
     new = scores()
-    told += [take_update(model, optimizer, schedule, batches[1], Grpo(), replayed, 0.0, router=variant)]
+    told += [take_update(model, optimizer, schedule, batches[1], grpo(replayed), router=variant)]
     kept = []
     for site, old_NE, new_NE in zip(find_routers(model), old, new, strict=True):
         assert (new_NE - old_NE).abs().max() > 1e-3
@@ -579,10 +601,10 @@ def test_gradients_are_scaled_down_to_the_norm_and_0_leaves_them():
     steps = {}
     for limit in (0.0, 1e-3, 1e6):
         model, data = tiny(), rollouts()
-        batch = old_pass(model, data, advantages(), [torch.arange(8)], 0, "none")[0]
+        batch = old_pass(model, data, advantages(), [torch.arange(8)], grpo())[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        row = take_update(model, optimizer, schedule, batch, Grpo(), "none", limit)
+        row = take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=limit)
         total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
         steps[limit] = row["grad_norm"], total
     assert steps[0.0] == steps[1e6]
@@ -612,10 +634,10 @@ def kind_of(name):
 def test_weights_that_are_not_trained_stay_bit_identical_and_the_others_move(family, trains, moving):
     model, data = tiny(family), rollouts()
     before = weights(model)
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), 0, "none")
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())
     optimizer, schedule = Optim(lr=1e-2, weight_decay=0.1, trains=trains).build(model, 2)
     for batch in batches:
-        row = take_update(model, optimizer, schedule, batch, Grpo(), "none", 0.0)
+        row = take_update(model, optimizer, schedule, batch, grpo())
         trained = [p.grad.flatten() for n, p in model.named_parameters() if kind_of(n) in moving and p.grad is not None]
         assert row["grad_norm"] == pytest.approx(torch.cat(trained).norm().item(), rel=1e-5)
     changed = {kind: [] for kind in ("router", "experts", "rest")}

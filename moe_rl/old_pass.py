@@ -1,0 +1,157 @@
+"""The old policy's view of the rollouts, in the mini-batches of the updates that follow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_rl.arm import Arm
+from moe_rl.foresight import ranked_scores
+from moe_rl.policy import response_logprobs, routing_of
+from moe_rl.recording import record
+from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.reference import acting_as
+from moe_rl.replaying import replay
+from moe_rl.routers.base import NATIVE, Router, learns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniBatch:
+    """The rows of one update, cut into micro-batches, with what the old policy said about them.
+
+    Log probabilities are those of forwards of the very same micro-batches, so that the first update's ratios are
+    exactly 1 and not 1 up to the rounding of another batch shape. Until somebody has looked, `recomputed` is empty.
+
+    from_engine: whether ratios are taken against the engine's log probabilities. recomputed: the old policy's own.
+    routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
+    router_logits: the old policy's [B, S, L, E], where asked for. scores: what its routers ranked [N, E], one a router,
+    where a router variant learns from it. reference: the reference policy's log probabilities, empty without one.
+    """
+
+    parts: list[Rollouts]
+    advantages: list[Tensor]
+    from_engine: bool = False
+    recomputed: list[Tensor] = dataclasses.field(default_factory=list)
+    entropies: list[Tensor] = dataclasses.field(default_factory=list)
+    routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
+    live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
+    router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
+    scores: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    reference: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def old_logprobs(self) -> list[Tensor]:
+        """What ratios are taken against, of each part."""
+        return [part.rollout_logprobs_BT for part in self.parts] if self.from_engine else self.recomputed
+
+    def note(
+        self,
+        logprobs_BT: Tensor,
+        entropy_BT: Tensor,
+        routing: RoutingTrace | None = None,
+        live_routing: RoutingTrace | None = None,
+        router_logits: Tensor | None = None,
+    ) -> None:
+        """Add what the old policy says about the next part."""
+        self.recomputed.append(logprobs_BT.detach())
+        self.entropies.append(entropy_BT)
+        self.routing.append(routing)
+        self.live_routing.append(live_routing)
+        self.router_logits.append(router_logits)
+
+
+def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
+    """Row numbers of each of `updates` mini-batches: a random partition of `count` rows, a function of `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randperm(count, generator=generator).chunk(updates))
+
+
+def old_pass(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    advantages: Tensor,
+    rows: list[Tensor],
+    arm: Arm,
+    *,
+    micro_batch: int = 0,
+    keep_logits: bool = False,
+    reference: Mapping[str, Tensor] | None = None,
+    router: Router = NATIVE,
+) -> list[MiniBatch]:
+    """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
+
+    advantages: [B], or [B, T] from a critic. rows: of each mini-batch. micro_batch: sequences a forward, 0 for a whole
+    mini-batch. keep_logits: the router logits too, which a correction by router shift needs anyway, and
+    `optim.router_kl`. The first mini-batch needs no pass where its own training forwards, which are still the old
+    policy's, say the same: where they route live and nothing is to be recorded. `take_update` notes it.
+    reference: weights of the reference policy, whose log probabilities are noted too; it routes live. router: the
+    installed variant; one that learns is shown the change of scores from the second mini-batch on.
+    """
+    keep_logits = keep_logits or arm.correction.needs_routers
+    batches = []
+    for rows_of_update in rows:
+        parts = rows_of_update.split(micro_batch or len(rows_of_update))
+        cut = [rollouts[part] for part in parts], [advantages[part] for part in parts]
+        batches.append(MiniBatch(*cut, from_engine=arm.old_logprobs == "engine"))
+    tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
+    for batch in batches[1:] if tells_itself else batches:
+        look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
+    if reference is not None:
+        with torch.no_grad(), acting_as(model, reference):
+            for batch in batches:
+                batch.reference.extend(response_logprobs(model, part)[0] for part in batch.parts)
+    return batches
+
+
+@torch.no_grad()
+def look(
+    model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: bool = False, keep_scores: bool = False
+) -> None:
+    """Note in `batch` what the model, which is still the old policy, says about it.
+
+    Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, its router logits
+    if keep_logits, and what a variant was asked to choose by if keep_scores (4 L E bytes a token each).
+    """
+    for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
+        with contextlib.ExitStack() as stack:
+            recorder = None
+            if forced is not None:
+                stack.enter_context(replay(model, forced))
+            if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
+                recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
+            if keep_scores:
+                batch.scores.append(stack.enter_context(ranked_scores(model)))
+            said = response_logprobs(model, part)
+        recorded = recorder.trace if recorder is not None else None
+        logits = recorded.extras["router_logits"] if recorded and keep_logits else None
+        live = dataclasses.replace(recorded, extras={}) if recorded and forced is None else None
+        batch.note(*said, None if replayed == "none" else forced or live, live, logits)
+
+
+def forced_routing(model: PreTrainedModel, parts: list[Rollouts], replayed: str) -> list[RoutingTrace | None]:
+    """What the old policy's own forwards replay, of each part of a mini-batch; None where they route live.
+
+    The placebo forces its wrong experts on the old policy too: so it shares with replay that old and new policy use the
+    same experts, and differs from it only in whose experts these are.
+    """
+    if replayed == "rollout":
+        return [require_routing(part) for part in parts]
+    if replayed == "shuffled":
+        own = [routing_of(model, part.tokens_BS, part.attention_BS, "old") for part in parts]
+        others = RoutingTrace.cat(own).of_neighbours()
+        return [others[rows] for rows in torch.arange(len(others.valid_BS)).split([len(part) for part in parts])]
+    return [None] * len(parts)
+
+
+def require_routing(rollouts: Rollouts) -> RoutingTrace:
+    if rollouts.routing is None:
+        raise ValueError("replay=rollout needs rollouts with routing, these have none; sample with record_routing=True")
+    return rollouts.routing
