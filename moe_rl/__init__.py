@@ -16,7 +16,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["RoutingTrace", "record", "replay"]
 
-_HOMES = {"record": "moe_rl.recording", "replay": "moe_rl.replaying", "RoutingTrace": "moe_rl.records"}
+_HOMES = {"record": "moe_rl.recording", "replay": "moe_rl.replaying", "RoutingTrace": "moe_rl.routing_trace"}
 
 
 def __getattr__(name: str) -> Any:  # lazily: figures and the store import no torch

@@ -20,8 +20,8 @@ from transformers import DynamicCache
 
 from moe_rl.models.build import Tiny
 from moe_rl.recording import record
-from moe_rl.records import RoutingTrace
 from moe_rl.replaying import replay
+from moe_rl.routing_trace import RoutingTrace
 
 MODES = ("plain", "record", "replay", "output_router_logits")
 TOLERANCE = 0.1  # of a ratio: medians over turns move by some percent from run to run on a busy machine

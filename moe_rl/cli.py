@@ -21,7 +21,7 @@ from moe_rl import config as settings
 from moe_rl.checkpoint import CheckpointError
 from moe_rl.cold_start import ColdStartError
 from moe_rl.loggers.base import mirror
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 from moe_rl.store import StoreError, open_run, run_folder, settings_name
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_rl import weight_cache
 from moe_rl.models.tokenizer import encode
+from moe_rl.policy import positions
 from moe_rl.tasks.base import Example, Task
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ def train(
             optimizer.param_groups[0]["lr"] = settings.lr * learning_rate_share(step, settings.steps)
             examples = task.examples("train", settings.batch_size, seed, FIRST_ITEM + step * settings.batch_size)
             answers = [task.demonstration(example, settings.error_share, rng) for example in examples]
-            tokens_BT, attention_BT, target_BT = lay_out(tokenizer, examples, answers)
-            loss = answer_loss(model, tokens_BT, attention_BT, target_BT)
+            tokens_BS, attention_BS, target_BS = lay_out(tokenizer, examples, answers)
+            loss = answer_loss(model, tokens_BS, attention_BS, target_BS)
             losses.append(float(loss.detach()))
             if losses[-1] != losses[-1] or losses[-1] == float("inf"):
                 raise ColdStartError(f"the warm-up's loss is {losses[-1]} at step {step + 1}; lower cold_start.lr")
@@ -124,7 +125,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            tokens += int(target_BT.sum())
+            tokens += int(target_BS.sum())
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
     last = losses[-max(1, settings.steps // 10) :]
@@ -148,7 +149,7 @@ def lay_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prompts padded on the left, answers and an end of sequence, padded on the right: the layout of rollouts.
 
-    Returns tokens_BT, attention_BT (True on real tokens) and target_BT (True on answer and end tokens). Raises
+    Returns tokens_BS, attention_BS (True on real tokens) and target_BS (True on answer and end tokens). Raises
     ValueError for characters that the tokenizer does not know and for more tokens than the model has positions.
     """
     prompts = [encode(tokenizer, example.prompt) for example in examples]
@@ -160,27 +161,26 @@ def lay_out(
             f"a demonstration takes {width} tokens, the model has {tokenizer.model_max_length} positions; "
             "make the task shorter or raise model.max_positions"
         )
-    tokens_BT = torch.full((len(examples), width), tokenizer.pad_token_id)
-    attention_BT = torch.zeros(len(examples), width, dtype=torch.bool)
+    tokens_BS = torch.full((len(examples), width), tokenizer.pad_token_id)
+    attention_BS = torch.zeros(len(examples), width, dtype=torch.bool)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         first, last = prompt_width - len(prompt), prompt_width + len(response)
-        tokens_BT[row, first:last] = torch.tensor(prompt + response)
-        attention_BT[row, first:last] = True
-    target_BT = attention_BT.clone()
-    target_BT[:, :prompt_width] = False
-    return tokens_BT, attention_BT, target_BT
+        tokens_BS[row, first:last] = torch.tensor(prompt + response)
+        attention_BS[row, first:last] = True
+    target_BS = attention_BS.clone()
+    target_BS[:, :prompt_width] = False
+    return tokens_BS, attention_BS, target_BS
 
 
-def answer_loss(model: PreTrainedModel, tokens_BT: Tensor, attention_BT: Tensor, target_BT: Tensor) -> Tensor:
+def answer_loss(model: PreTrainedModel, tokens_BS: Tensor, attention_BS: Tensor, target_BS: Tensor) -> Tensor:
     """Mean cross entropy of the target tokens, nats a token; scalar."""
     device = next(model.parameters()).device
-    tokens_BT, attention_BT, target_BT = tokens_BT.to(device), attention_BT.to(device), target_BT.to(device)
-    positions_BT = (attention_BT.long().cumsum(-1) - 1).clamp(min=0)  # as generate counts them
-    logits_BTV = model(
-        input_ids=tokens_BT, attention_mask=attention_BT.long(), position_ids=positions_BT, use_cache=False
+    tokens_BS, attention_BS, target_BS = tokens_BS.to(device), attention_BS.to(device), target_BS.to(device)
+    logits_BSV = model(
+        input_ids=tokens_BS, attention_mask=attention_BS.long(), position_ids=positions(attention_BS), use_cache=False
     ).logits
-    wanted_BT = target_BT[:, 1:]
-    return F.cross_entropy(logits_BTV[:, :-1][wanted_BT].float(), tokens_BT[:, 1:][wanted_BT])
+    wanted_BS = target_BS[:, 1:]
+    return F.cross_entropy(logits_BSV[:, :-1][wanted_BS].float(), tokens_BS[:, 1:][wanted_BS])
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 
 POSITION_BINS = 10
 

@@ -14,7 +14,8 @@ from moe_rl.flips import flip_terms
 from moe_rl.models.families import find_routers
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.recording import record
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.soft_drift import router_state, soft_drift
 from moe_rl.store import write_errors
 from moe_rl.traces import TraceWriter

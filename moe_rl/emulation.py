@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.models.families import expert_modules, find_routers, require_routers, router_parameters
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 from moe_rl.selection import Selection, around
+from moe_rl.swapping import swapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,39 +41,27 @@ def emulated(
 
     RoutingError for noise on a dense model and for experts whose layout is unknown.
     """
+    weights = dict(model.named_parameters())
     with contextlib.ExitStack() as stack:
         if fp8:
             dims = fp8_dims(model)
             stack.enter_context(
-                swapped(model, lambda _, weight: round_to_fp8(weight, dims[weight]) if weight in dims else weight.data)
+                swapped(weights, lambda _, own: round_to_fp8(own, dims[own]) if own in dims else own.data)
             )
         target = DTYPES[dtype]
         if target is not None:
             kept = re.compile("|".join(p.replace("*", ".*") for p in model._keep_in_fp32_modules_strict or ()) or "$^")
 
-            def cast(name: str, weight: nn.Parameter) -> Tensor:
+            def cast(name: str, weight: Tensor) -> Tensor:
                 return weight.data if kept.search(name) or not weight.is_floating_point() else weight.data.to(target)
 
-            stack.enter_context(swapped(model, cast))
+            stack.enter_context(swapped(weights, cast))
         if router_noise:
             stack.enter_context(noisy_routers(model, router_noise, seed))
         yield
 
 
-@contextlib.contextmanager
-def swapped(model: nn.Module, change: Callable[[str, nn.Parameter], Tensor]) -> Iterator[None]:
-    """Give every parameter the data that `change(name, parameter)` returns, and its own back after the block."""
-    own = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
-    try:
-        for name, parameter, _ in own:
-            parameter.data = change(name, parameter)
-        yield
-    finally:
-        for _, parameter, data in own:
-            parameter.data = data
-
-
-def fp8_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
+def fp8_dims(model: PreTrainedModel) -> dict[Tensor, int]:
     """The weights that an fp8 engine rounds, each with its input dimension, over which a scale is shared.
 
     Those of linear layers and the matrices of routed experts. Left alone are routers, norms, biases, embeddings and the
@@ -80,7 +69,7 @@ def fp8_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     alone = {weight for module in ends if module is not None for weight in module.parameters()}
-    dims: dict[nn.Parameter, int] = {}
+    dims: dict[Tensor, int] = {}
     if find_routers(model):
         alone |= set(router_parameters(model))
         for experts in expert_modules(model):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from moe_rl.drift import changed_experts
 from moe_rl.policy import response_logprobs
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
 from moe_rl.replaying import replay
+from moe_rl.routing_trace import RoutingTrace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

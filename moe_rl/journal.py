@@ -13,7 +13,8 @@ from moe_rl.drift import compare
 from moe_rl.experiment import Experiment
 from moe_rl.old_pass import MiniBatch
 from moe_rl.provenance import provenance
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.shaping import equal_groups
 from moe_rl.store import RunWriter
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from moe_rl.drift import compare
 from moe_rl.policy import positions, routing_of
 from moe_rl.recording import record
-from moe_rl.records import RoutingTrace
+from moe_rl.routing_trace import RoutingTrace
 
 MORE_PADDING = 8  # columns
 

@@ -14,10 +14,11 @@ from moe_rl.arm import Arm
 from moe_rl.foresight import ranked_scores
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.recording import record
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
 from moe_rl.reference import acting_as
 from moe_rl.replaying import replay
 from moe_rl.routers.base import NATIVE, Router, learns
+from moe_rl.routing_trace import RoutingTrace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

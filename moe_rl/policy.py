@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.recording import record
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
+from moe_rl.routing_trace import RoutingTrace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.forwards import Call, ForwardWatch, in_backward
-from moe_rl.records import RoutingError, RoutingTrace, id_dtype
+from moe_rl.routing_trace import RoutingError, RoutingTrace, id_dtype
 from moe_rl.selection import Selection, around
 
 

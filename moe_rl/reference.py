@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+
+from moe_rl.swapping import swapped
 
 ESTIMATORS = {
     "k1": "-log r: no bias, often below 0",
@@ -68,23 +70,15 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in _tensors(model).items()}
 
 
-@contextlib.contextmanager
-def acting_as(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """`model` computes with the weights of a snapshot inside the block, with its own tensors again behind it.
+def acting_as(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """A block in which `model` computes with the weights of a snapshot.
 
-    The very same module, because a copy of it would have no router variant.
+    The very same module, because a copy of it would have no router variant. ValueError for another model's snapshot.
     """
     tensors = _tensors(model)
     if tensors.keys() != weights.keys():
         raise ValueError(f"a snapshot of {len(weights)} tensors is not of this model with {len(tensors)}")
-    own = {name: tensor.data for name, tensor in tensors.items()}
-    try:
-        for name, tensor in tensors.items():
-            tensor.data = weights[name].to(own[name].device)
-        yield
-    finally:
-        for name, tensor in tensors.items():
-            tensor.data = own[name]
+    return swapped(tensors, lambda name, own: weights[name].to(own.device))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

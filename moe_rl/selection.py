@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from moe_rl.models.families import RouterSite
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _MASK = (torch.masked_fill, torch.Tensor.masked_fill)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_rl.records import Rollouts, RoutingTrace
+from moe_rl.records import Rollouts
+from moe_rl.routing_trace import RoutingTrace
 
 
 def overlong_penalty(response_BT: Tensor, limit: int, buffer: int) -> Tensor:
@@ -57,13 +58,11 @@ def join(parts: Sequence[Rollouts], pad: int) -> Rollouts:
         left = P + T - part.tokens_BS.shape[1] - right
         routing = part.routing
         if routing is not None:
-            routing = RoutingTrace(
-                F.pad(routing.expert_ids_BSLK, (0, 0, 0, 0, left, right)),
-                F.pad(routing.valid_BS, (left, right)),
-                routing.layer_names,
-                routing.num_experts,
-                routing.source,
-                routing.update,
+            routing = dataclasses.replace(
+                routing,
+                expert_ids_BSLK=F.pad(routing.expert_ids_BSLK, (0, 0, 0, 0, left, right)),
+                valid_BS=F.pad(routing.valid_BS, (left, right)),
+                extras={},
             )
         return dataclasses.replace(
             part,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_rl.drift import changed_experts
-from moe_rl.records import RoutingTrace
 from moe_rl.routing_metrics import dead_experts, known, load, max_violation, router_entropy
+from moe_rl.routing_trace import RoutingTrace
 
 
 def soft_drift(old: RoutingTrace, new: RoutingTrace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from models import random_trace_like, sets_differ, tokens
 
 from moe_rl import record, replay
 from moe_rl.models.families import find_routers
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 
 
 class LeftOutError(Exception):

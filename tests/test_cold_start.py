@@ -72,14 +72,14 @@ def test_the_sampled_reward_rises_and_the_loss_falls():
 def test_prompts_end_where_answers_begin_and_answers_end_with_the_end_token():
     tokenizer = MODEL.build(0)[1]
     examples = [Example("0", "ba=", "ab"), Example("1", "dcba=", "abcd")]
-    tokens_BT, attention_BT, target_BT = lay_out(tokenizer, examples, ["ab", "abcd"])
+    tokens_BS, attention_BS, target_BS = lay_out(tokenizer, examples, ["ab", "abcd"])
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    rows = [tokenizer.convert_ids_to_tokens(row) for row in tokens_BT.tolist()]
+    rows = [tokenizer.convert_ids_to_tokens(row) for row in tokens_BS.tolist()]
     assert rows[0] == ["<pad>", "<pad>", *"ba=ab", "<eos>", "<pad>", "<pad>"]
     assert rows[1] == [*"dcba=abcd", "<eos>"]
-    assert torch.equal(attention_BT, tokens_BT != pad)
-    assert target_BT.int().tolist() == [[0] * 5 + [1, 1, 1, 0, 0], [0] * 5 + [1] * 5]
-    assert (tokens_BT[target_BT] == end).sum() == 2
+    assert torch.equal(attention_BS, tokens_BS != pad)
+    assert target_BS.int().tolist() == [[0] * 5 + [1, 1, 1, 0, 0], [0] * 5 + [1] * 5]
+    assert (tokens_BS[target_BS] == end).sum() == 2
 
 
 def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone_whatever_the_padding():

@@ -21,9 +21,9 @@ from moe_rl.drift import compare
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.policy import routing_of
 from moe_rl.policy_folder import save_policy
-from moe_rl.records import RoutingTrace
 from moe_rl.routers.base import install
 from moe_rl.routers.binned import Binned
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.traces import TraceHeader, padded, read_traces
 
 ROOT = Path(__file__).parent.parent

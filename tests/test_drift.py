@@ -8,7 +8,7 @@ import torch
 from models import random_trace_like
 
 from moe_rl.drift import compare
-from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 
 
 def trace(rows, valid, experts=6):

@@ -14,9 +14,9 @@ from moe_rl.engines.hf import Hf
 from moe_rl.models.families import find_routers
 from moe_rl.old_pass import old_pass
 from moe_rl.policy import response_logprobs, routing_of
-from moe_rl.records import RoutingError
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.base import install
+from moe_rl.routing_trace import RoutingError
 
 GAPS = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -11,7 +11,7 @@ from models import random_trace_like, tiny, tokens
 import moe_rl.models
 from moe_rl import record, replay
 from moe_rl.models.families import find_routers
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 
 TABLE = (Path(moe_rl.models.__file__).parent / "FAMILIES.md").read_text("utf-8")
 QUICK = [family for family in FAMILIES if family.quick]

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from moe_rl import record, replay
 from moe_rl.models.families import find_routers
 from moe_rl.policy import routing_of
-from moe_rl.records import RoutingError, RoutingTrace, id_dtype
+from moe_rl.routing_trace import RoutingError, RoutingTrace, id_dtype
 
 
 def forward(model, ids, mask, **kwargs):

@@ -11,9 +11,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 from moe_rl import RoutingTrace, record, replay
 from moe_rl.models.families import find_routers
-from moe_rl.records import RoutingError
 from moe_rl.routers.base import install
 from moe_rl.routers.binned import Binned
+from moe_rl.routing_trace import RoutingError
 
 
 def traced(model, ids, mask):

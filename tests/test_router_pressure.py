@@ -12,8 +12,8 @@ from moe_rl import record
 from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, routing_of
-from moe_rl.records import RoutingError
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, balance, kl, router_outputs
+from moe_rl.routing_trace import RoutingError
 from moe_rl.update import take_update
 
 BOTH = RouterPressure(balance_loss=0.3, router_kl=0.7)

@@ -11,7 +11,6 @@ from test_record import forward
 
 from moe_rl import discovery, record, replay
 from moe_rl.models.families import find_routers
-from moe_rl.records import RoutingError
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.base import Router, changes_routing, install
 from moe_rl.routers.binned import Binned
@@ -22,6 +21,7 @@ from moe_rl.routers.noisy import Noisy
 from moe_rl.routers.predictive import Predictive
 from moe_rl.routers.sigmoid_bias import SigmoidBias
 from moe_rl.routers.tempered import Tempered
+from moe_rl.routing_trace import RoutingError
 
 ROUTERS = discovery.variants("moe_rl.routers", Router)
 

@@ -8,7 +8,7 @@ from models import random_trace_like, tiny, tokens
 
 from moe_rl import routing_metrics as metrics
 from moe_rl.policy import routing_of
-from moe_rl.records import RoutingTrace
+from moe_rl.routing_trace import RoutingTrace
 
 # Four tokens, two layers, K = 2 of E = 4.
 IDS_NLK = torch.tensor([[[0, 1], [2, 3]], [[0, 2], [2, 3]], [[1, 0], [3, 2]], [[3, 0], [2, 1]]])

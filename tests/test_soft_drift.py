@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.records import RoutingTrace
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.soft_drift import router_state, soft_drift
 
 

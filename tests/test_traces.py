@@ -14,8 +14,9 @@ from models import sets_differ, tiny, tokens
 
 from moe_rl.policy import routing_of
 from moe_rl.recording import record
-from moe_rl.records import Rollouts, RoutingError, RoutingTrace
+from moe_rl.records import Rollouts
 from moe_rl.replaying import replay
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.traces import (
     TraceError,
     TraceWriter,

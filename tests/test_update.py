@@ -20,10 +20,11 @@ from moe_rl.policy import make_deterministic, response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
-from moe_rl.records import LossOutput, Rollouts, RoutingError, RoutingTrace
+from moe_rl.records import LossOutput, Rollouts
 from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.predictive import Predictive
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.update import clip_columns, ratio_columns, take_update
 
 ARMS = {"grpo": (Grpo(), "none"), "grpo_routing_replay": (Grpo(), "old_policy"), "gspo": (Gspo(), "none")}

@@ -27,7 +27,7 @@ from moe_rl.comparison.numbers import by_layer, tidy_table
 from moe_rl.comparison.settings import Comparison, ComparisonError
 from moe_rl.comparison.texts import read_texts, require_same, token_ids
 from moe_rl.provenance import provenance
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 from moe_rl.traces import read_header
 
 __all__ = ["Comparison", "ComparisonError", "compare_checkpoints", "main"]

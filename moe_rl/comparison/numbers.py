@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_rl import routing_metrics as metrics
 from moe_rl.drift import compare
-from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.traces import SequenceTrace, TraceHeader, padded, read_header, read_traces
 
 COLUMNS = ("metric", "of", "layer", "expert", "other", "token_id", "changed", "value")

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.engines.base import Engine
 from moe_rl.recording import record
-from moe_rl.records import NotFiniteError, Rollouts, RoutingTrace
+from moe_rl.records import NotFiniteError, Rollouts
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.tasks.base import Example, Task
 
 if TYPE_CHECKING:

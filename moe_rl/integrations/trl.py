@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from moe_rl.drift import compare
 from moe_rl.models.families import require_routers
 from moe_rl.recording import record
-from moe_rl.records import RoutingError, RoutingTrace
 from moe_rl.replaying import replay
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 
 try:
     import trl

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 
 # Router class -> why recording or replay would be wrong.
 REFUSED = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.models.families import RouterSite, find_routers, require_routers
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 from moe_rl.selection import Selection, around
 
 

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from moe_rl.provenance import versions
-from moe_rl.records import RoutingTrace, id_dtype
+from moe_rl.routing_trace import RoutingTrace, id_dtype
 from moe_rl.traces.format import (
     FORMAT,
     HEADER,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moe_rl.records import RoutingError
+from moe_rl.routing_trace import RoutingError
 
 FORMAT = 1
 HEADER, HEADER_CRC, VERSION = b"moe_rl.trace", b"moe_rl.trace.crc32", b"moe_rl.trace.format"

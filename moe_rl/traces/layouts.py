@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_rl.records import RoutingError, RoutingTrace
+from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.traces.format import SequenceTrace, TraceError
 
 FILLERS = {"none": None, "zeros": 0, "minus_one": -1}
