@@ -21,6 +21,7 @@ from moe_rl import config as settings
 from moe_rl.checkpoint import CheckpointError
 from moe_rl.cold_start import ColdStartError
 from moe_rl.loggers.base import mirror
+from moe_rl.manual import known_settings, manual, nearest
 from moe_rl.routing_trace import RoutingError
 from moe_rl.store import StoreError, open_run, run_folder, settings_name
 
@@ -54,15 +55,16 @@ for group, node in {
     ConfigStore.instance().store(group=group, name="moe_rl", node=node)
 
 
-def options() -> str:
-    """The groups and what a user can choose in them, a line each, for --help."""
-    loader = GlobalHydra.instance().config_loader()
-    groups = {group: loader.get_group_options(group) for group in sorted(loader.list_groups("")) if group != "hydra"}
-    chosen = {group: sorted(set(names) - settings.PARTS) for group, names in groups.items()}
-    return "".join(f"{group}: {', '.join(names)}\n" for group, names in chosen.items() if names)
+def help_text(topic: str, *, _root_: DictConfig) -> str:
+    """What --help prints; Hydra takes a $ in it for a variable of its own."""
+    shown = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
+    try:
+        return manual(topic, GlobalHydra.instance().config_loader(), shown).replace("$", "$$")
+    except ValueError as error:
+        fail(str(error))
 
 
-OmegaConf.register_new_resolver("moe_rl_options", options, replace=True)
+OmegaConf.register_new_resolver("moe_rl_manual", help_text, replace=True)
 
 
 def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
@@ -109,9 +111,19 @@ def _main(config: DictConfig) -> None:
         fail(str(error))  # here already: Hydra would print a line of its own before ours
 
 
+def _meant(key: str) -> str:
+    """What to do about a setting that was refused. key: of what was given, as far as Hydra could follow it."""
+    given = [word.partition("=")[0] for word in sys.argv[1:]]
+    name = next((word for word in given if word == key or word.startswith(f"{key}.")), key)
+    meant = [] if name in known_settings() else nearest(name)
+    return f"did you mean {' or '.join(meant)}?" if meant else "--help shows every setting"
+
+
 def train() -> None:
     """The command-line entry point. What a user can put right is said in one line, with exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us whole instead of being printed by Hydra
+    if {"--help", "-h"} & set(sys.argv):  # of a group: to Hydra a bare word is half an override
+        sys.argv[1:] = [f"hydra.help.header={word}" if word.isidentifier() else word for word in sys.argv[1:]]
     try:
         _main()
     except USER_ERRORS as error:
@@ -123,4 +135,4 @@ def train() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)
-        fail(f"{key}: {cause}\n(--cfg job shows every setting)" if key else str(cause))
+        fail(f"{key}: {cause}\n({_meant(key)})" if key else str(cause))

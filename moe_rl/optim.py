@@ -20,6 +20,7 @@ TRAINS = {
     "router": "the routers' weights alone",
     "experts": "the weights of the routed experts alone",
 }
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class Optim:
         for name in ("lr", "router_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; set it above 0")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"optim.schedule is {self.schedule!r}; choose constant, linear or cosine")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optim.schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         for name in ("weight_decay", "eps", "max_grad_norm", "warmup_updates", "balance_loss", "router_kl"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; set it to 0 or more")

@@ -125,7 +125,7 @@ def test_unknown_splits_negative_counts_and_unknown_rewards_are_refused(task):
         task.examples("train", -1, 0)
     with pytest.raises(ValueError, match="start is -1"):
         task.examples("train", 1, 0, start=-1)
-    with pytest.raises(ValueError, match="share or exact"):
+    with pytest.raises(ValueError, match="one of share, exact"):
         dataclasses.replace(task, reward_kind="shar")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 SPLITS = ("train", "eval")
 EVAL_ONE_IN = 16  # one prompt in 16 belongs to the evaluation split, whatever the seed
 MAX_DRAWS = 2000  # (15/16)^2000 is 1e-56: only a prompt space without any prompt of the split runs out of draws
+REWARD_KINDS = {"share": "right characters by position", "exact": "all or nothing"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +51,16 @@ def repeated(examples: list[Example]) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """A task: settings in, prompts and rewards out. A subclass writes `draw` and `alphabet`."""
+    """A task: settings in, prompts and rewards out. A subclass writes `draw` and `alphabet`.
 
-    reward_kind: str = "share"  # share: right characters by position; exact: all or nothing
+    reward_kind: one of REWARD_KINDS.
+    """
+
+    reward_kind: str = "share"
 
     def __post_init__(self) -> None:
-        if self.reward_kind not in ("share", "exact"):
-            raise ValueError(f"reward_kind is {self.reward_kind!r}; set it to share or exact")
+        if self.reward_kind not in REWARD_KINDS:
+            raise ValueError(f"reward_kind is {self.reward_kind!r}; choose one of {', '.join(REWARD_KINDS)}")
 
     @property
     def name(self) -> str:
