@@ -21,7 +21,7 @@ def main() -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 200
-    console.print(table_of([(folder, status_of(folder)) for folder in folders], str(study)))
+    console.print(table_of({folder: status_of(folder) for folder in folders}, str(study)))
     return 0
 
 

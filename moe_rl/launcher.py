@@ -31,9 +31,11 @@ ELSEWHERE = "is being written by another process; launch again when that has end
 
 @dataclasses.dataclass
 class Run:
-    """One run of a sweep: its overrides and resolved config, what names it, its folder, its process once started."""
+    """One run of a sweep: its overrides, those of them that tell it from the sweep's others, its resolved config, what
+    names its folder, the folder, its process once started."""
 
     overrides: list[str]
+    name: str
     config: dict[str, Any]
     knobs: dict[str, Any]
     folder: Path
@@ -86,7 +88,7 @@ def _report(runs: list[Run]) -> None:
     for run in failed:
         log = run.folder / "log.txt"
         where = f" (log: {log})" if log.exists() else ""
-        print(f"failed: {' '.join(run.overrides)}: {run.failure}{where}", file=sys.stderr)
+        print(f"failed: {run.name}: {run.failure}{where}", file=sys.stderr)
     if failed:
         raise SystemExit(1)
 
@@ -94,19 +96,23 @@ def _report(runs: list[Run]) -> None:
 def prepare(context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]]) -> list[Run]:
     """The runs of a sweep. ConfigError or StoreError for settings that cannot be run, runs that are the same one, or a
     folder that holds another."""
-    runs = [_prepare(context, config, list(overrides)) for overrides in job_overrides]
+    shared = set.intersection(*map(set, job_overrides)) if len(job_overrides) > 1 else set()
+    runs = []
+    for overrides in job_overrides:
+        name = " ".join(override for override in overrides if override not in shared) or " ".join(overrides)
+        runs.append(_prepare(context, config, list(overrides), name))
     _refuse_twins(runs)
     return runs
 
 
-def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) -> Run:
+def _prepare(context: HydraContext, master: DictConfig, overrides: list[str], name: str) -> Run:
     config = context.config_loader.load_sweep_config(master, overrides)
     with open_dict(config):
         config.pop("hydra", None)
     try:
         experiment = settle(config, overrides)
     except ConfigError as error:
-        raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
     results, varied = config.launch.results_dir, knobs(config, overrides)
     folder = run_folder(results, experiment.study_name, experiment.arm.label, varied, experiment.seed)
     check_config(folder, identity(config))
@@ -114,7 +120,7 @@ def _prepare(context: HydraContext, master: DictConfig, overrides: list[str]) ->
         config.launch.progress = False
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
-    return Run(overrides, {str(key): value for key, value in values.items()}, varied, folder)
+    return Run(overrides, name, {str(key): value for key, value in values.items()}, varied, folder)
 
 
 def _refuse_twins(runs: list[Run]) -> None:
@@ -122,8 +128,7 @@ def _refuse_twins(runs: list[Run]) -> None:
     for run in runs:
         twin = seen.setdefault(run.folder, run)
         if twin is not run:
-            one, other = " ".join(twin.overrides), " ".join(run.overrides)
-            raise ConfigError(f"{one} and {other} are the same run; sweep over what differs")
+            raise ConfigError(f"{twin.name} and {run.name} are the same run; sweep over what differs")
 
 
 def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from moe_rl.store import DONE, StoreError, read_status, state_of
+from moe_rl.summary import knob_label
 
 LINES_PER_RUN = 5
 
@@ -54,20 +56,21 @@ class Board:
     def refresh(self) -> None:
         """Show the present state."""
         if self.shown:
-            rows = [(folder, status_of(folder)) for folder in self.folders]
+            rows = {folder: status_of(folder) for folder in self.folders}
             if self.live:
                 self.live.update(table_of(rows, f"{clock(time.monotonic() - self.began)} elapsed"), refresh=True)
             else:
                 self._lines(rows)
 
-    def _lines(self, rows: list[tuple[Path, dict[str, Any]]]) -> None:
-        for folder, status in rows:
+    def _lines(self, rows: dict[Path, dict[str, Any]]) -> None:
+        names = names_of(rows)
+        for folder, status in rows.items():
             state, step, steps = status["state"], status.get("step", 0), status.get("steps", 0)
             part = step * LINES_PER_RUN // steps if steps else 0
             if state != "missing" and steps and self.said.get(folder) != (state, part):
                 self.said[folder] = (state, part)
                 number, reward, drift, left = cells(status)
-                parts = [f"{name_of(folder)}: {state}", f"step {number}", reward and f"reward {reward}"]
+                parts = [f"{names[folder]}: {state}", f"step {number}", reward and f"reward {reward}"]
                 parts += [drift and f"slot change {drift}", left and f"{left} left"]
                 self.console.print(", ".join(part for part in parts if part), highlight=False, soft_wrap=True)
 
@@ -80,21 +83,27 @@ def status_of(folder: Path) -> dict[str, Any]:
         return {"state": "damaged"}
 
 
-def table_of(rows: list[tuple[Path, dict[str, Any]]], title: str) -> Table:
+def table_of(rows: dict[Path, dict[str, Any]], title: str) -> Table:
     """The runs that were begun, one a line, with the reason of those that went wrong."""
-    done = sum(status["state"] in DONE for _, status in rows)
+    names, done = names_of(rows), sum(status["state"] in DONE for status in rows.values())
     table = Table(title=f"{done} of {len(rows)} runs done, {title}")
     for name in ("run", "state", "step", "reward", "slot change", "time left", "reason"):
         table.add_column(name, justify="left" if name in ("run", "state", "reason") else "right")
-    for folder, status in rows:
+    for folder, status in rows.items():
         if status["state"] != "missing":
-            table.add_row(name_of(folder), status["state"], *cells(status), str(status.get("reason", "")))
+            table.add_row(names[folder], status["state"], *cells(status), str(status.get("reason", "")))
     return table
 
 
-def name_of(folder: Path) -> str:
-    arm, knobs, seed = folder.parts[-3:]
-    return f"{arm} {'' if knobs == 'default' else knobs + ' '}{seed.replace('_', ' ')}"
+def names_of(folders: Iterable[Path]) -> dict[Path, str]:
+    """What to call each run among these: its arm, the settings that not all of them share, its seed."""
+    parts = {folder: folder.parts[-3:] for folder in folders}
+    everywhere = {knobs for _, knobs, _ in parts.values()}
+    labels = {knobs: knob_label(knobs, everywhere) for knobs in everywhere}
+    return {
+        folder: " ".join(filter(None, [arm, labels[knobs], seed.replace("_", " ")]))
+        for folder, (arm, knobs, seed) in parts.items()
+    }
 
 
 def cells(status: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-from moe_rl import cli, config, store
+from moe_rl import cli, config, progress, store
 from moe_rl.store.files import digest
 from moe_rl.store.reading import SEAL
 
@@ -216,6 +216,7 @@ def test_a_sweep_leaves_every_run_finished_with_all_tables(sweep):
     assert len(study.updates) == 4 * 4
     assert len(study.drift) == 4 * 4 * 5
     assert "4 runs, 0 of them finished before" in done
+    assert "\ngspo seed 1: finished, step 2/2, reward 0." in done
     assert set(p.name for p in results.iterdir()) == {"s", ".cache"}
 
 
@@ -282,6 +283,13 @@ def test_status_shows_where_runs_stand(sweep, tmp_path):
     assert (done.returncode, "no runs below" in done.stderr) == (2, True)
 
 
+def test_a_run_is_called_by_what_tells_it_from_the_others_beside_it():
+    shared = "drift.probe=0,eval_every=0,model.layers=4"
+    one, other = (Path(f"results/s/grpo/{shared},optim.lr={lr}/seed_2") for lr in ("0.1", "0.2"))
+    assert progress.names_of([one, other]) == {one: "grpo lr=0.1 seed 2", other: "grpo lr=0.2 seed 2"}
+    assert progress.names_of([one]) == {one: "grpo seed 2"}
+
+
 def test_the_runs_of_a_sweep_read_the_configs_of_the_launch_wherever_results_go(tmp_path):
     own, more, results = tmp_path / "own", tmp_path / "more", tmp_path / "r é, x's [1]"
     for folder in (own / "arm", more / "task"):
@@ -331,8 +339,7 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     os.kill(pid, signal.SIGKILL)
     _, err = sweep.communicate(timeout=900)
     assert sweep.returncode == 1
-    assert "seed=1" in err
-    assert "killed by signal 9" in err
+    assert err.startswith("failed: seed=1: killed by signal 9: ")
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished", "cut_off", "finished"]
     done = launch(*command[1:])
     assert "3 runs, 2 of them finished before" in done
