@@ -115,6 +115,12 @@ def register() -> None:
 # -------------------------------------------------------------------------------------------------------------- objects
 def build(config: DictConfig) -> Experiment:
     """Settings as objects, checked. ConfigError with one line for values that cannot work."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    for key in sorted(set(config) - known):
+        raise ConfigError(f"{key} was added and is no setting; leave it out (--help shows every setting)")
+    for key in sorted(known - {"lr_of_arm"}):
+        if key not in config or OmegaConf.is_missing(config, key):
+            raise ConfigError(f"{key} was taken out and is needed; leave out ~{key}")
     values = {str(key): value for key, value in config.items() if key not in ("arm", "lr_of_arm", *ASIDE)}
     for group in ("model", "router", "task", "engine", *SETTINGS):
         values[group] = _instantiate(group, config[group])
@@ -185,6 +191,8 @@ def knobs(config: DictConfig, overrides: Iterable[str]) -> dict[str, Any]:
     """The settings that a launch varied, arm, seed and study apart: {key: resolved value}. They name a run's folder.
 
     overrides: what Hydra was given for this run, `key=value` each. A chosen option (`router=binned`) keeps its name.
+    A default that is given counts: a sweep over router=native,binned names both, and a folder's name follows from what
+    was typed alone, whatever a default has become since.
     """
     varied = {}
     for override in overrides:

@@ -88,8 +88,16 @@ def check(e: Experiment) -> None:
     for name in ("seed", "micro_batch", "dynamic_sampling", "overlong_buffer", "eval_prompts", "eval_every"):
         if getattr(e, name) < 0:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
-    if e.completions < 2:
+    grouped = e.arm.advantage != "gae"
+    if e.completions < 1:
+        raise ConfigError(f"completions is {e.completions}; set it to 1 or more")
+    if e.completions < 2 and grouped:
         raise ConfigError(f"completions is {e.completions}; a group-relative advantage needs 2 or more a prompt")
+    if e.dynamic_sampling and not grouped:
+        raise ConfigError(
+            f"dynamic_sampling is {e.dynamic_sampling}, and replaces groups of equal rewards, from which only a "
+            "group-relative advantage learns nothing; with arm.advantage=gae set dynamic_sampling=0"
+        )
     sequences = e.prompts * e.completions
     if sequences % e.updates:
         raise ConfigError(

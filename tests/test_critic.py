@@ -11,6 +11,7 @@ from test_update import rollouts
 
 from moe_rl.arm import Arm
 from moe_rl.critic import Critic, CriticSettings, gae, whitened
+from moe_rl.experiment import check
 from moe_rl.policy_losses.ppo import Ppo
 from moe_rl.store import read_json, read_table
 
@@ -107,6 +108,15 @@ def test_a_run_of_ppo_starts_at_ratio_1_learns_values_and_goes_on_bit_for_bit(tm
     assert go(tmp_path / "cut", e) == "finished"
     assert "resumed" in read_json(tmp_path / "cut" / "run" / "run.json")
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+
+
+def test_ppo_needs_no_group(tmp_path):
+    e = dataclasses.replace(experiment(), arm=PPO, prompts=8, completions=1)
+    check(e)
+    assert go(tmp_path, e) == "finished"
+    rows = read_table(tmp_path / "run", "updates")
+    assert rows[-1]["log_w_sd"] > 0
+    assert all(math.isfinite(row["value_loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
 def test_settings_that_cannot_work_are_refused():
