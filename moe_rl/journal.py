@@ -11,7 +11,7 @@ import torch
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
 from moe_rl.experiment import Experiment
-from moe_rl.old_pass import MiniBatch
+from moe_rl.old_pass import MicroBatch
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts
 from moe_rl.routing_trace import RoutingTrace
@@ -96,11 +96,12 @@ class Clock:
 
 # ------------------------------------------------------------------------------------------- columns of the table steps
 def rollout_columns(
-    e: Experiment, rollouts: Rollouts, sampled: Sequence[Rollouts], batches: Sequence[MiniBatch]
+    e: Experiment, rollouts: Rollouts, sampled: Sequence[Rollouts], batches: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
     """What the table `steps` says about the rollouts: about rewards and lengths, those of the step's own prompts, for
     what is trained on may be chosen by its reward."""
-    entropy = sum(float(entropies.sum()) for batch in batches for entropies in batch.entropies)
+    parts = [part for batch in batches for part in batch]
+    entropy = sum(float(part.old.entropy_BT.sum()) for part in parts if part.old)
     own = sampled[0]
     trained, asked = (equal_share(x, e.completions) for x in (rollouts, own))
     columns = {}
@@ -117,7 +118,7 @@ def rollout_columns(
         "response_length": float(own.response_BT.sum(1).float().mean()),
         "truncated": float(own.truncated_B.float().mean()),
         "entropy": entropy / int(rollouts.response_BT.sum()),
-        **mismatch_columns(batches),
+        **mismatch_columns(parts),
     }
 
 
@@ -126,14 +127,12 @@ def equal_share(rollouts: Rollouts, completions: int) -> float:
     return float(equal_groups(rollouts.training_rewards_B, completions).double().mean())
 
 
-def mismatch_columns(batches: Sequence[MiniBatch]) -> dict[str, float]:
+def mismatch_columns(parts: Sequence[MicroBatch]) -> dict[str, float]:
     """How far the sampler is from the old policy, in log probabilities, and in routing where both are known."""
-    parts = [part for batch in batches for part in batch.parts]
-    recomputed = [logprobs_BT for batch in batches for logprobs_BT in batch.recomputed]
-    log_c = [(lp - part.rollout_logprobs_BT)[part.response_BT] for part, lp in zip(parts, recomputed, strict=True)]
+    pairs = [(part.rollouts, part.old) for part in parts if part.old]
+    log_c = [(old.logprobs_BT - tokens.rollout_logprobs_BT)[tokens.response_BT] for tokens, old in pairs]
     columns = {f"mismatch_{name}": value for name, value in tails(torch.cat(log_c)).items()}
-    live = [trace for batch in batches for trace in batch.live_routing]
-    both = [(part.routing, trace) for part, trace in zip(parts, live, strict=True) if part.routing and trace]
+    both = [(tokens.routing, old.live_routing) for tokens, old in pairs if tokens.routing and old.live_routing]
     if both:
         sampled, own = (RoutingTrace.cat(traces) for traces in zip(*both, strict=True))
         columns["routing_mismatch"] = compare(sampled, own).slot_change

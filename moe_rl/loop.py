@@ -105,8 +105,8 @@ def take_steps(
                 router=e.router,
             )
             if critic is not None:
-                returns = returns_BT[rows[number - 1]].split([len(part) for part in batch.parts])
-                update |= critic.learn(batch.parts, returns, e.optim.max_grad_norm)
+                returns = returns_BT[rows[number - 1]].split([len(part) for part in batch])
+                update |= critic.learn([part.rollouts for part in batch], returns, e.optim.max_grad_norm)
             after_update(e, state)
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,48 +26,39 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class MiniBatch:
-    """The rows of one update, cut into micro-batches, with what the old policy said about them.
+class OldView:
+    """What the old policy says about a micro-batch.
 
-    Log probabilities are those of forwards of the very same micro-batches, so that the first update's ratios are
-    exactly 1 and not 1 up to the rounding of another batch shape. Until somebody has looked, `recomputed` is empty.
-
-    from_engine: whether ratios are taken against the engine's log probabilities. recomputed: the old policy's own.
-    routing: what training forwards replay, None where they route live. live_routing: the old policy's, where recorded.
-    router_logits: the old policy's [B, S, L, E], where asked for. scores: what its routers ranked [N, E], one a router,
-    where a router variant learns from it. reference: the reference policy's log probabilities, empty without one.
+    logprobs_BT, entropy_BT: of its response tokens, nats. routing: what training forwards replay, None where they route
+    live. live_routing: its own, where recorded. router_logits: [B, S, L, E], where asked for. scores: what its routers
+    ranked [N, E], one a router, where a router variant learns from it.
     """
 
-    parts: list[Rollouts]
-    advantages: list[Tensor]
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    routing: RoutingTrace | None = None
+    live_routing: RoutingTrace | None = None
+    router_logits: Tensor | None = None
+    scores: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """The sequences of one training forward: some of a mini-batch, or all. A mini-batch is a list of these.
+
+    old: None until somebody has looked. Its log probabilities are those of a forward of the very same sequences, so
+    that the first update's ratios are exactly 1 and not 1 up to the rounding of another batch shape.
+    from_engine: whether ratios are taken against the engine's log probabilities. reference_BT: the reference policy's.
+    """
+
+    rollouts: Rollouts
+    advantages: Tensor
     from_engine: bool = False
-    recomputed: list[Tensor] = dataclasses.field(default_factory=list)
-    entropies: list[Tensor] = dataclasses.field(default_factory=list)
-    routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
-    live_routing: list[RoutingTrace | None] = dataclasses.field(default_factory=list)
-    router_logits: list[Tensor | None] = dataclasses.field(default_factory=list)
-    scores: list[list[Tensor]] = dataclasses.field(default_factory=list)
-    reference: list[Tensor] = dataclasses.field(default_factory=list)
+    old: OldView | None = None
+    reference_BT: Tensor | None = None
 
-    @property
-    def old_logprobs(self) -> list[Tensor]:
-        """What ratios are taken against, of each part."""
-        return [part.rollout_logprobs_BT for part in self.parts] if self.from_engine else self.recomputed
-
-    def note(
-        self,
-        logprobs_BT: Tensor,
-        entropy_BT: Tensor,
-        routing: RoutingTrace | None = None,
-        live_routing: RoutingTrace | None = None,
-        router_logits: Tensor | None = None,
-    ) -> None:
-        """Add what the old policy says about the next part."""
-        self.recomputed.append(logprobs_BT.detach())
-        self.entropies.append(entropy_BT)
-        self.routing.append(routing)
-        self.live_routing.append(live_routing)
-        self.router_logits.append(router_logits)
+    def __len__(self) -> int:
+        return len(self.rollouts)
 
 
 def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
@@ -86,7 +78,7 @@ def old_pass(
     keep_logits: bool = False,
     reference: Mapping[str, Tensor] | None = None,
     router: Router = NATIVE,
-) -> list[MiniBatch]:
+) -> list[list[MicroBatch]]:
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
     advantages: [B], or [B, T] from a critic. rows: of each mini-batch. micro_batch: sequences a forward, 0 for a whole
@@ -97,44 +89,48 @@ def old_pass(
     installed variant; one that learns is shown the change of scores from the second mini-batch on.
     """
     keep_logits = keep_logits or arm.correction.needs_routers
-    batches = []
-    for rows_of_update in rows:
-        parts = rows_of_update.split(micro_batch or len(rows_of_update))
-        cut = [rollouts[part] for part in parts], [advantages[part] for part in parts]
-        batches.append(MiniBatch(*cut, from_engine=arm.old_logprobs == "engine"))
+    batches = [
+        [MicroBatch(rollouts[part], advantages[part], arm.old_logprobs == "engine") for part in rows_of_update]
+        for rows_of_update in (mine.split(micro_batch or len(mine)) for mine in rows)
+    ]
     tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
     for batch in batches[1:] if tells_itself else batches:
         look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
     if reference is not None:
         with torch.no_grad(), acting_as(model, reference):
-            for batch in batches:
-                batch.reference.extend(response_logprobs(model, part)[0] for part in batch.parts)
+            for part in itertools.chain(*batches):
+                part.reference_BT, _ = response_logprobs(model, part.rollouts)
     return batches
 
 
 @torch.no_grad()
 def look(
-    model: PreTrainedModel, batch: MiniBatch, replayed: str, keep_logits: bool = False, keep_scores: bool = False
+    model: PreTrainedModel,
+    batch: Sequence[MicroBatch],
+    replayed: str,
+    keep_logits: bool = False,
+    keep_scores: bool = False,
 ) -> None:
-    """Note in `batch` what the model, which is still the old policy, says about it.
+    """Note in a mini-batch what the model, which is still the old policy, says about it.
 
     Recorded is the old policy's own routing, if it is replayed or to be compared with the sampler's, its router logits
     if keep_logits, and what a variant was asked to choose by if keep_scores (4 L E bytes a token each).
     """
-    for part, forced in zip(batch.parts, forced_routing(model, batch.parts, replayed), strict=True):
+    rollouts = [part.rollouts for part in batch]
+    for part, forced in zip(batch, forced_routing(model, rollouts, replayed), strict=True):
         with contextlib.ExitStack() as stack:
             recorder = None
             if forced is not None:
                 stack.enter_context(replay(model, forced))
-            if keep_logits or (forced is None and (replayed != "none" or part.routing is not None)):
+            if keep_logits or (forced is None and (replayed != "none" or part.rollouts.routing is not None)):
                 recorder = stack.enter_context(record(model, router_logits=keep_logits, source="old"))
-            if keep_scores:
-                batch.scores.append(stack.enter_context(ranked_scores(model)))
-            said = response_logprobs(model, part)
+            scores = stack.enter_context(ranked_scores(model)) if keep_scores else []
+            logprobs_BT, entropy_BT = response_logprobs(model, part.rollouts)
         recorded = recorder.trace if recorder is not None else None
         logits = recorded.extras["router_logits"] if recorded and keep_logits else None
         live = dataclasses.replace(recorded, extras={}) if recorded and forced is None else None
-        batch.note(*said, None if replayed == "none" else forced or live, live, logits)
+        routing = None if replayed == "none" else forced or live
+        part.old = OldView(logprobs_BT, entropy_BT, routing, live, logits, scores)
 
 
 def forced_routing(model: PreTrainedModel, parts: list[Rollouts], replayed: str) -> list[RoutingTrace | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from moe_rl.arm import Arm
 from moe_rl.corrections import router_shift, tails
 from moe_rl.foresight import ranked_scores, teach
-from moe_rl.old_pass import MiniBatch
+from moe_rl.old_pass import MicroBatch, OldView
 from moe_rl.policy import response_logprobs
-from moe_rl.records import PolicyBatch
+from moe_rl.records import PolicyBatch, Rollouts
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
 from moe_rl.routers.base import NATIVE, Router
@@ -29,7 +30,7 @@ def take_update(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     schedule: Any,
-    batch: MiniBatch,
+    batch: Sequence[MicroBatch],
     arm: Arm,
     *,
     max_grad_norm: float = 0.0,
@@ -42,44 +43,41 @@ def take_update(
     looked at the mini-batch yet, the model is still the old policy: its log probabilities are noted, its routing is
     live.
     """
-    first = not batch.recomputed
     correction, kl = arm.correction, arm.kl
-    num_sequences = sum(int(part.response_BT.any(1).sum()) for part in batch.parts)
-    num_tokens = sum(int(part.response_BT.sum()) for part in batch.parts)
-    num_real = sum(int(part.attention_BS.sum()) for part in batch.parts)
+    rollouts = [part.rollouts for part in batch]
+    num_sequences = sum(int(part.response_BT.any(1).sum()) for part in rollouts)
+    num_tokens = sum(int(part.response_BT.sum()) for part in rollouts)
+    num_real = sum(int(part.attention_BS.sum()) for part in rollouts)
     log_ratios, clipped, kept, total = [], [], [], 0.0
     extras: dict[str, float] = collections.defaultdict(float)
     optimizer.zero_grad(set_to_none=True)
-    for number, (part, advantages) in enumerate(zip(batch.parts, batch.advantages, strict=True)):
-        replays = arm.replay != "none" and not first
-        with replay(model, batch.routing[number], arm.keep) if replays else contextlib.nullcontext() as replaying:
-            watched = pressure.on or correction.needs_routers
+    for part in batch:
+        tokens, mask_BT, old = part.rollouts, part.rollouts.response_BT, part.old
+        forced = replay(model, old.routing, arm.keep) if old and arm.replay != "none" else contextlib.nullcontext()
+        with forced as replaying:
             with contextlib.ExitStack() as stack:
-                seen = stack.enter_context(router_outputs(model)) if watched else []
-                scores = stack.enter_context(ranked_scores(model)) if batch.scores else []
-                logprobs_BT, entropy_BT = response_logprobs(model, part)
-            share = int(part.attention_BS.sum()) / num_real
-            if batch.scores:
-                for name, value in teach(model, router, batch.scores[number], scores, part.attention_BS).items():
+                seen = stack.enter_context(router_outputs(model)) if pressure.on or correction.needs_routers else []
+                scores = stack.enter_context(ranked_scores(model)) if old and old.scores else []
+                logprobs_BT, entropy_BT = response_logprobs(model, tokens)
+            if old is None:
+                part.old = old = OldView(logprobs_BT.detach(), entropy_BT)
+            share = int(tokens.attention_BS.sum()) / num_real
+            if old.scores:
+                for name, value in teach(model, router, old.scores, scores, tokens.attention_BS).items():
                     extras[name] += share * value
-            if first:
-                batch.note(logprobs_BT, entropy_BT)
-            old_BT, recomputed_BT = batch.old_logprobs[number], batch.recomputed[number]
-            shift_BT = predicting_shift(seen, batch, number) if correction.needs_routers else None
-            logprobs_BT = correction.apply(
-                logprobs_BT, recomputed_BT, part.rollout_logprobs_BT, part.response_BT, shift_BT
-            )
+            shift_BT = predicting_shift(seen, tokens, old) if correction.needs_routers else None
+            logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, tokens.rollout_logprobs_BT, mask_BT, shift_BT)
+            old_BT = tokens.rollout_logprobs_BT if part.from_engine else old.logprobs_BT
             output = arm.policy_loss(
-                PolicyBatch(logprobs_BT, old_BT, part.response_BT, advantages, num_sequences, num_tokens)
+                PolicyBatch(logprobs_BT, old_BT, mask_BT, part.advantages, num_sequences, num_tokens)
             )
             objective = output.loss
             if kl.on:
-                reference_BT = batch.reference[number] if batch.reference else None
-                term = kl(logprobs_BT, old_BT, reference_BT, part.response_BT, num_tokens)
+                term = kl(logprobs_BT, old_BT, part.reference_BT, mask_BT, num_tokens)
                 objective = objective + kl.coefficient * term
                 extras["reference_kl"] += float(term.detach())
             if pressure.on:
-                extra, values = pressure(seen, part.attention_BS, batch.router_logits[number])
+                extra, values = pressure(seen, tokens.attention_BS, old.router_logits)
                 objective = objective + share * extra
                 for name, value in values.items():
                     extras[name] += share * value
@@ -87,7 +85,7 @@ def take_update(
         total += float(output.loss.detach())
         if replaying is not None:
             kept += replaying.kept
-        log_ratios.append((logprobs_BT.detach() - old_BT, part.response_BT))
+        log_ratios.append((logprobs_BT.detach() - old_BT, mask_BT))
         clipped.append(output.clipped_BT)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grad_norm = float(nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf))
@@ -102,14 +100,13 @@ def take_update(
     return row | clip_columns(clipped, num_sequences, num_tokens) | ratio_columns(log_ratios)
 
 
-def predicting_shift(seen: list[tuple[Tensor, Tensor]], batch: MiniBatch, number: int) -> Tensor:
-    """Router shift ratio [B, T] of a part, at the positions that predict its response tokens; see `router_shift`."""
-    part, old_logits_BSLE = batch.parts[number], batch.router_logits[number]
-    old = batch.routing[number] or batch.live_routing[number]
-    if old_logits_BSLE is None or old is None:
+def predicting_shift(seen: list[tuple[Tensor, Tensor]], tokens: Rollouts, old: OldView) -> Tensor:
+    """Router shift ratio [B, T] at the positions that predict the response tokens; see `router_shift`."""
+    routing = old.routing or old.live_routing
+    if old.router_logits is None or routing is None:
         raise ValueError("arm.correction=rspo needs the router logits of the old pass; give old_pass the same arm")
-    T = part.response_BT.shape[1]
-    return router_shift(old_logits_BSLE, [logits for logits, _ in seen], old.expert_ids_BSLK)[:, -T - 1 : -1]
+    T = tokens.response_BT.shape[1]
+    return router_shift(old.router_logits, [logits for logits, _ in seen], routing.expert_ids_BSLK)[:, -T - 1 : -1]
 
 
 def clip_columns(clipped: list[Tensor], num_sequences: int, num_tokens: int) -> dict[str, float]:

@@ -174,7 +174,7 @@ def test_a_gap_shows_in_the_log_probabilities_and_leaves_the_policy_as_it_was(ga
     assert torch.equal(rollouts.rollout_logprobs_BT, again.rollout_logprobs_BT)
     assert untouched(policy[0], before)
     batch = old_pass(policy[0], rollouts, torch.zeros(32), [torch.arange(32)], grpo())[0]
-    log_c = (batch.recomputed[0] - rollouts.rollout_logprobs_BT)[rollouts.response_BT]
+    log_c = (batch[0].old.logprobs_BT - rollouts.rollout_logprobs_BT)[rollouts.response_BT]
     assert log_c.abs().max() > 1e-3
     assert log_c.abs().mean() < 0.5
     exact = Hf(max_new_tokens=6).sample(*policy, TASK, examples(8), 4, 0)

@@ -27,11 +27,6 @@ from moe_rl.routers.predictive import Predictive
 from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.update import clip_columns, ratio_columns, take_update
 
-ARMS = {"grpo": (Grpo(), "none"), "grpo_routing_replay": (Grpo(), "old_policy"), "gspo": (Gspo(), "none")}
-ARMS |= {"grpo_r3": (Grpo(), "rollout"), "gspo_routing_replay": (Gspo(), "old_policy")}
-ARMS |= {"grpo_shuffled_replay": (Grpo(), "shuffled")}
-
-
 # Columns of settings that have something to say there.
 SOMETIMES = {"value_loss", "explained_variance", "replay_kept", "balance_loss", "router_kl", "reference_kl"}
 SOMETIMES |= {"foreseen", "foreseen_by_native"}
@@ -39,6 +34,11 @@ SOMETIMES |= {"foreseen", "foreseen_by_native"}
 
 def grpo(replay="none", **changes):
     return Arm(policy_loss=Grpo(), replay=replay, **changes)
+
+
+ARMS = {"grpo": grpo(), "grpo_routing_replay": grpo("old_policy"), "grpo_r3": grpo("rollout")}
+ARMS |= {"gspo": Arm(policy_loss=Gspo()), "gspo_routing_replay": Arm(policy_loss=Gspo(), replay="old_policy")}
+ARMS |= {"grpo_shuffled_replay": grpo("shuffled")}
 
 
 def rollouts(model=None, batch=8, width=13, T=6, routing=False):
@@ -65,19 +65,16 @@ def advantages(batch=8):
 
 def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
     """The rows of `updates` updates on one batch of rollouts, each after a pass of its own of the old policy."""
-    loss, replayed = ARMS[arm]
-    data = data or rollouts(model, routing=replayed == "rollout")
+    method = ARMS[arm]
+    data = data or rollouts(model, routing=method.replay == "rollout")
     rows = split_rows(len(data), updates, 0)
-    batches = old_pass(model, data, advantages(len(data)), rows, grpo(replayed), micro_batch=micro_batch)
-    if not batches[0].recomputed:
-        look(model, batches[0], replayed)
+    batches = old_pass(model, data, advantages(len(data)), rows, method, micro_batch=micro_batch)
+    if batches[0][0].old is None:
+        look(model, batches[0], method.replay)
     optim = Optim(lr=lr)
     optimizer, schedule = optim.build(model, updates)
     return [
-        take_update(
-            model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=optim.max_grad_norm
-        )
-        for batch in batches
+        take_update(model, optimizer, schedule, batch, method, max_grad_norm=optim.max_grad_norm) for batch in batches
     ]
 
 
@@ -145,20 +142,17 @@ def test_e12_dropout_and_jitter_in_the_config_do_not_move_the_ratio(checkpointin
 def test_micro_batches_and_activation_checkpointing_change_results_by_rounding_only(arm):
     """Plain SGD, for Adam makes rounding of a gradient near 0 a step of full size."""
     start, results = tiny(), {}
-    loss, replayed = ARMS[arm]
+    method = ARMS[arm]
     for micro_batch, checkpointing in ((0, False), (3, False), (1, False), (0, True), (2, True)):
         model = copy.deepcopy(start)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
-        data = rollouts(model, routing=replayed == "rollout")
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch)
+        data = rollouts(model, routing=method.replay == "rollout")
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        rows = [
-            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
-            for batch in batches
-        ]
+        rows = [take_update(model, optimizer, schedule, batch, method, max_grad_norm=1.0) for batch in batches]
         results[micro_batch, checkpointing] = weights(model), rows
     expected, expected_rows = results[0, False]
     assert distance(expected, weights(start)) > 1e-3
@@ -230,17 +224,18 @@ def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
     rows = split_rows(8, 2, 3)
     for replayed in ("none", "old_policy", "rollout"):
         batches = old_pass(model, data, A, rows, grpo(replayed), micro_batch=micro_batch)
-        assert [len(batch.parts) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
+        assert [len(batch) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
         for batch, wanted in zip(batches, rows, strict=True):
-            assert torch.equal(torch.cat(batch.advantages), A[wanted])
-            assert torch.equal(torch.cat([part.tokens_BS for part in batch.parts]), data.tokens_BS[wanted])
+            assert torch.equal(torch.cat([part.advantages for part in batch]), A[wanted])
+            assert torch.equal(torch.cat([part.rollouts.tokens_BS for part in batch]), data.tokens_BS[wanted])
+            traces = [part.old.routing for part in batch]
             if replayed == "none":
-                assert set(batch.routing) == {None}
+                assert set(traces) == {None}
                 continue
-            routing = torch.cat([routing.expert_ids_BSLK for routing in batch.routing])
+            routing = torch.cat([trace.expert_ids_BSLK for trace in traces])
             if replayed == "old_policy":
                 own = routing_of(model, data.tokens_BS, data.attention_BS)[wanted]
-                assert {trace.source for trace in batch.routing} == {"old"}
+                assert {trace.source for trace in traces} == {"old"}
                 real = own.valid_BS
                 assert torch.equal(routing[real], own.expert_ids_BSLK[real])
             else:
@@ -254,31 +249,28 @@ def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_o
     arm, dtype, micro_batch, checkpointing
 ):
     start, ends = tiny(dtype=dtype), {}
-    loss, replayed = ARMS[arm]
+    method = ARMS[arm]
     for looks in (True, False):
         model = copy.deepcopy(start)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
         optimizer, schedule = Optim(lr=1e-2).build(model, 2)
-        batches = old_pass(
-            model, rollouts(), advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch
-        )
-        assert [len(batch.recomputed) for batch in batches] == [0, len(batches[1].parts)]
+        batches = old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
+        assert all(part.old is None for part in batches[0])
+        assert not any(part.old is None for part in batches[1])
         if looks:
-            look(model, batches[0], replayed)
-        rows = [
-            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
-            for batch in batches
-        ]
+            look(model, batches[0], method.replay)
+        rows = [take_update(model, optimizer, schedule, batch, method, max_grad_norm=1.0) for batch in batches]
         ends[looks] = rows, batches[0], weights(model)
     (rows, batch, end), (other_rows, other_batch, other_end) = ends.values()
     assert rows == other_rows
     assert distance(end, other_end) == 0.0
-    for name in ("recomputed", "old_logprobs", "entropies"):
-        pairs = list(zip(getattr(batch, name), getattr(other_batch, name), strict=True))
-        assert len(pairs) == len(batch.parts)
-        assert all(torch.equal(one, other) and not other.requires_grad for one, other in pairs)
+    for part, other_part in zip(batch, other_batch, strict=True):
+        for name in ("logprobs_BT", "entropy_BT"):
+            one, other = getattr(part.old, name), getattr(other_part.old, name)
+            assert torch.equal(one, other)
+            assert not other.requires_grad
 
 
 def test_with_one_update_the_old_policy_is_not_asked_at_all():
@@ -288,7 +280,7 @@ def test_with_one_update_the_old_policy_is_not_asked_at_all():
     for replayed in ("none", "old_policy"):
         (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], grpo(replayed), micro_batch=3)
         assert not forwards
-        assert batch.recomputed == []
+        assert all(part.old is None for part in batch)
 
 
 def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
@@ -304,7 +296,7 @@ def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
         (rollouts(), "none", True),  # router_kl wants the old policy's logits
     ):
         batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), keep_logits=logits)
-        assert [len(batch.recomputed) for batch in batches] == [1, 1], replayed
+        assert all(part.old is not None for batch in batches for part in batch), replayed
 
 
 def test_with_the_engines_log_probabilities_ratios_are_taken_against_those_from_the_first_mini_batch_on():
@@ -318,8 +310,7 @@ def test_with_the_engines_log_probabilities_ratios_are_taken_against_those_from_
     row = take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0)
     log_w = (natural + 1.5)[data.response_BT]
     assert row["log_w_sd"] == pytest.approx(float(log_w.double().std(correction=0)), rel=1e-6)
-    assert torch.equal(batch.old_logprobs[0], data.rollout_logprobs_BT)
-    assert torch.equal(batch.recomputed[0], natural)
+    assert torch.equal(batch[0].old.logprobs_BT, natural)
 
 
 def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
@@ -327,11 +318,12 @@ def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
     data = rollouts(model, routing=True)
     rows = [torch.arange(8)]
     natural, _ = response_logprobs(model, data)
-    old = {name: old_pass(model, data, advantages(), rows, grpo(name))[0] for name in ("none", "old_policy", "rollout")}
-    assert torch.equal(old["none"].old_logprobs[0], natural)
-    assert torch.equal(old["old_policy"].old_logprobs[0], natural)  # recording is only looking
-    assert (old["rollout"].old_logprobs[0] - natural).abs().max() > 1e-2  # a foreign engine's experts
-    assert not old["none"].old_logprobs[0].requires_grad
+    modes = ("none", "old_policy", "rollout")
+    old = {name: old_pass(model, data, advantages(), rows, grpo(name))[0][0].old.logprobs_BT for name in modes}
+    assert torch.equal(old["none"], natural)
+    assert torch.equal(old["old_policy"], natural)  # recording is only looking
+    assert (old["rollout"] - natural).abs().max() > 1e-2  # a foreign engine's experts
+    assert not old["none"].requires_grad
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -341,19 +333,19 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
-    loss, replayed = ARMS[arm]
-    data = rollouts(model, routing=replayed == "rollout")
-    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), grpo(replayed), micro_batch=1)
-    if not batches[0].recomputed:
-        look(model, batches[0], replayed)
+    method = ARMS[arm]
+    data = rollouts(model, routing=method.replay == "rollout")
+    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), method, micro_batch=1)
+    if batches[0][0].old is None:
+        look(model, batches[0], method.replay)
     before = routing_of(model, data.tokens_BS, data.attention_BS)
     optimizer, schedule = Optim(lr=1e-2).build(model, 4)
     drift = []
     for batch in batches:
         with record(model) as recorder:
-            take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss, replay=replayed), max_grad_norm=1.0)
-        assert len(recorder.traces) == len(batch.routing) == 2
-        for used, wanted in zip(recorder.traces, batch.routing, strict=True):
+            take_update(model, optimizer, schedule, batch, method, max_grad_norm=1.0)
+        assert len(recorder.traces) == len(batch) == 2
+        for used, wanted in zip(recorder.traces, (part.old.routing for part in batch), strict=True):
             assert wanted.valid_BS.any()
             assert not sets_differ(used, wanted)[wanted.valid_BS].any()
         drift.append(compare(before, routing_of(model, data.tokens_BS, data.attention_BS)).slot_change)
@@ -367,7 +359,7 @@ def test_without_replay_training_forwards_do_not_use_the_old_experts():
     take_update(model, optimizer, schedule, batches[0], grpo(), max_grad_norm=1.0)
     with record(model) as recorder:
         take_update(model, optimizer, schedule, batches[1], grpo(), max_grad_norm=1.0)
-    wanted = batches[1].routing[0]
+    wanted = batches[1][0].old.routing
     assert sets_differ(recorder.trace, wanted)[wanted.valid_BS].any()
 
 
@@ -389,14 +381,14 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
     for batch, of_update in zip(
         old_pass(model, data, advantages(), rows, grpo("shuffled"), micro_batch=micro_batch), rows, strict=True
     ):
-        got = RoutingTrace.cat(batch.routing)
+        got = RoutingTrace.cat([part.old.routing for part in batch])
         for place, row in enumerate(of_update.tolist()):
             other = of_update[place - 1].item()
             mine, theirs = own.valid_BS[row].nonzero().flatten(), own.valid_BS[other].nonzero().flatten()
             both = min(len(mine), len(theirs))
             assert got.valid_BS[place].nonzero().flatten().tolist() == mine[:both].tolist()
             assert torch.equal(got.expert_ids_BSLK[place, mine[:both]], own.expert_ids_BSLK[other, theirs[:both]])
-        old = torch.cat(batch.old_logprobs)
+        old = torch.cat([part.old.logprobs_BT for part in batch])
         assert (old - natural[of_update]).abs().max() > 1e-2, "the old policy uses the wrong experts too"
 
 
@@ -514,17 +506,17 @@ def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_th
     batches = old_pass(
         model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch, router=variant
     )
-    assert not batches[0].scores
+    assert all(part.old is None or not part.old.scores for part in batches[0])
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
 
     def scores():
         of_part = []
-        for part, trace in zip(batches[1].parts, batches[1].routing, strict=True):
-            forced = replay(model, trace) if trace is not None else contextlib.nullcontext()
+        for part in batches[1]:
+            forced = replay(model, part.old.routing) if part.old.routing is not None else contextlib.nullcontext()
             with torch.no_grad(), forced, ranked_scores(model) as seen:
-                response_logprobs(model, part)
+                response_logprobs(model, part.rollouts)
             of_part.append(seen)
-        real = [part.attention_BS.flatten() for part in batches[1].parts]
+        real = [part.rollouts.attention_BS.flatten() for part in batches[1]]
         return [torch.cat([part[layer][rows] for part, rows in zip(of_part, real, strict=True)]) for layer in range(3)]
 
     old = scores()
