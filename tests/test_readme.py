@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from test_cli import FIGURES, SMALL, TRAIN, train_here
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = README + (ROOT / "experiments" / "CLUSTERS.md").read_text()
 
 
 def python_blocks():
@@ -79,8 +81,24 @@ def test_the_arms_of_the_readme_are_those_of_the_configs():
         assert (replay == "none") == (arm["replay"] == "none")
 
 
+def test_the_options_that_the_readme_offers_are_there_and_no_arm_is_missing():
+    rows = re.findall(r"^\| [^|]+ \| (.*) \|$", README, re.M)
+    named = {group: set() for group in ("arm", "router", "model")}
+    for row in rows:
+        for part in re.split(r"(?=`(?:arm|router|model)=)", row):
+            group = part[1:].partition("=")[0]
+            if group in named:
+                named[group] |= set(re.findall(r"`(?:\w+=)?([a-z]\w+)`", part))
+    folder = ROOT / "conf"
+    arms = {path.stem for path in (folder / "arm").glob("*.yaml")}
+    routers = {path.stem for path in (ROOT / "moe_rl" / "routers").glob("*.py")} - {"__init__", "base", "native"}
+    models = {path.stem for path in (folder / "model").glob("tiny_*.yaml")} - {"tiny_qwen3_moe"}
+    assert arms - named["arm"] == {"grpo", "gspo", "grpo_routing_replay"}  # the table above has these
+    assert (routers - named["router"], models - named["model"]) == (set(), set())
+
+
 @pytest.mark.parametrize(
-    "command", sorted(set(re.findall(r"^    python experiments/train\.py (.*?)(?:  +#.*)?$", README, re.M)))
+    "command", sorted(set(re.findall(r"^    python experiments/train\.py (.*?)(?:  +#.*)?$", COMMANDS, re.M)))
 )
 def test_the_commands_of_the_readme_compose(command, monkeypatch, capsys, tmp_path):
     extras = ("hydra/", "hydra.", "+hydra.")  # launchers that are installed apart
