@@ -19,7 +19,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from moe_rl import benchmark_cycle, benchmark_figure, benchmark_harness, benchmark_scaling, benchmarks
+from moe_rl.benchmarks import cycle, harness, instrument, scaling, turns
+from moe_rl.benchmarks import figure as figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Command:
 
 
 COMMANDS = {
-    "instrument": Command(benchmarks.Instrument, benchmarks.instrument),
-    "cycle": Command(benchmark_cycle.Cycle, benchmark_cycle.cycle),
-    "scaling": Command(benchmark_scaling.Scaling, benchmark_scaling.scaling, benchmark_figure.write),
-    "harness": Command(benchmark_harness.Harness, benchmark_harness.harness),
+    "instrument": Command(instrument.Instrument, instrument.instrument),
+    "cycle": Command(cycle.Cycle, cycle.cycle),
+    "scaling": Command(scaling.Scaling, scaling.scaling, figures.write),
+    "harness": Command(harness.Harness, harness.harness),
 }
 
 
@@ -46,16 +47,16 @@ def main() -> int:
     figure, drawn = chosen.pop("figure", None), chosen.pop("draw", None)
     try:
         if figure is not None:
-            benchmark_figure.format_of(figure)
+            figures.format_of(figure)
         if drawn is not None:
             if figure is None:
                 raise ValueError(f"nowhere to draw {drawn} to; add --figure=<name>.png")
             command.draw(json.loads(drawn.read_text())["rows"], figure)
             return 0
         baseline = json.loads(against.read_text()) if against else {"settings": chosen, "rows": []}
-        benchmarks.check_baseline(chosen, baseline)
+        turns.check_baseline(chosen, baseline)
         rows = command.run(command.settings(**chosen))
-    except (ValueError, OSError, ImportError, benchmark_figure.FigureError) as error:
+    except (ValueError, OSError, ImportError, figures.FigureError) as error:
         print(error, file=sys.stderr)
         return 2
     for row in rows:
@@ -68,7 +69,7 @@ def main() -> int:
         path.write_text(json.dumps({"settings": chosen, "rows": rows}, indent=1) + "\n")
     if figure is not None:
         command.draw(rows, figure)
-    worse = benchmarks.regressions(rows, baseline)
+    worse = turns.regressions(rows, baseline)
     for line in worse:
         print(f"slower or larger than in {against}: {line}", file=sys.stderr)
     return 1 if worse else 0
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         options.add_argument(
             "--against",
             type=Path,
-            help=f"what --json wrote: exit code 1 if a ratio is now over {1 + benchmarks.TOLERANCE} times its",
+            help=f"what --json wrote: exit code 1 if a ratio is now over {1 + turns.TOLERANCE} times its",
         )
         if command.draw is not None:
             options.add_argument("--figure", type=Path, help="also draw the rows here, as .png, .svg or .pdf")

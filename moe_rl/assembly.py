@@ -12,10 +12,10 @@ import torch
 from moe_rl import preference_model
 from moe_rl.cold_start import lay_out, warm_up
 from moe_rl.critic import Critic
-from moe_rl.drift_meter import DriftMeter
+from moe_rl.drift.meter import DriftMeter
+from moe_rl.drift.noise_floor import noise_floor
 from moe_rl.experiment import ConfigError, Experiment, refuse_without_routers, settings_of
 from moe_rl.models.families import find_routers
-from moe_rl.noise_floor import noise_floor
 from moe_rl.policy import make_deterministic
 from moe_rl.policy_folder import install_on
 from moe_rl.preference_model import PreferenceModel

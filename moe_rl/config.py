@@ -16,7 +16,7 @@ from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
 from moe_rl.corrections import Correction
 from moe_rl.critic import CriticSettings
-from moe_rl.drift_meter import DriftSettings
+from moe_rl.drift.meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.experiment import ConfigError, Experiment, Launch, check, settings_of
 from moe_rl.loggers.base import Logger

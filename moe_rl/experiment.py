@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
 from moe_rl.critic import NO_CRITIC, CriticSettings
-from moe_rl.drift_meter import DriftSettings
+from moe_rl.drift.meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_rl import checkpoint
 from moe_rl.critic import Critic
-from moe_rl.drift_meter import DriftMeter
+from moe_rl.drift.meter import DriftMeter
 from moe_rl.preference_model import PreferenceModel
 
 if TYPE_CHECKING:

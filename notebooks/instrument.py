@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl import record, replay
 from moe_rl.drift import compare
-from moe_rl.routing_metrics import dead_experts, known, load, max_violation
+from moe_rl.drift.routing_metrics import dead_experts, known, load, max_violation
 from moe_rl.traces import TraceWriter, read_traces, to_pandas
 
 torch.set_num_threads(1)

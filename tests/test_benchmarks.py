@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_rl import benchmark_cycle, benchmark_figure, benchmark_harness, benchmark_scaling
-from moe_rl.benchmark_cycle import PARTS, PROMPT, SIZES, VOCABULARY, Cycle, forward, multiply_adds
-from moe_rl.benchmark_harness import Harness
-from moe_rl.benchmark_loop import Cycles, experiment
-from moe_rl.benchmark_scaling import Scaling
-from moe_rl.benchmarks import MODES, Instrument, check_baseline, instrument, regressions
+from moe_rl.benchmarks import cycle, figure, harness, scaling
+from moe_rl.benchmarks.cycle import PARTS, PROMPT, SIZES, VOCABULARY, Cycle, forward, multiply_adds
+from moe_rl.benchmarks.harness import Harness
+from moe_rl.benchmarks.instrument import MODES, Instrument, instrument
+from moe_rl.benchmarks.loop import Cycles, experiment
+from moe_rl.benchmarks.scaling import Scaling
+from moe_rl.benchmarks.turns import check_baseline, regressions
 from moe_rl.models.build import Tiny
 from moe_rl.store.reading import read_table
 from moe_rl.tasks.chain_sum import ChainSum
@@ -45,7 +46,7 @@ TINY_CYCLE = {"size": "tiny", "prompts": 2, "completions": 2, "tokens": 3, "upda
 
 
 def test_a_cycle_of_both_sides_is_measured_part_by_part():
-    rows = benchmark_cycle.cycle(Cycle(**TINY_CYCLE))
+    rows = cycle.cycle(Cycle(**TINY_CYCLE))
     assert [(row["what"], row["mode"]) for row in rows] == [("cycle tiny", "trl"), ("cycle tiny", "moe_rl")]
     trl, ours = rows
     parameters = sum(p.numel() for p in Tiny(**SIZES["tiny"]).build(0)[0].parameters())
@@ -150,7 +151,7 @@ TINY_SCALING = {"sequences": 16, "tokens": 3, "layers": 1, "experts": 4, "update
 
 @pytest.fixture(scope="module")
 def scaling_rows():
-    return benchmark_scaling.scaling(Scaling(**TINY_SCALING))
+    return scaling.scaling(Scaling(**TINY_SCALING))
 
 
 def test_scaling_has_a_time_at_every_value_and_an_exponent_for_every_factor_and_part(scaling_rows):
@@ -175,7 +176,7 @@ def test_scaling_has_a_time_at_every_value_and_an_exponent_for_every_factor_and_
 
 
 def test_every_setting_is_measured_once_and_the_base_is_shared():
-    measured = benchmark_scaling.points(Scaling(**TINY_SCALING))
+    measured = scaling.points(Scaling(**TINY_SCALING))
     assert len(measured) == len(set(measured)) == 1 + 5 * 2
     assert ("layers", 4) in measured
 
@@ -192,8 +193,8 @@ def test_the_figure_has_a_panel_a_factor_and_shows_the_rows_and_a_line_of_slope_
             for n, s in ((1, 0.5), (2, 0.75), (4, 1.5))]  # fmt: skip
     rows.append({"what": "slope of layers", "mode": "drift", "factor": "layers", "slope": 0.79, "low": 0, "high": 1})
     rows += [row | {"factor": "tokens"} for row in rows]
-    figure = benchmark_figure.draw(rows)
-    panels = [axis for axis in figure.axes if axis.lines]
+    drawn = figure.draw(rows)
+    panels = [axis for axis in drawn.axes if axis.lines]
     assert len(panels) == 2
     for panel, label in zip(panels, ("layers", "tokens a response"), strict=True):
         assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
@@ -207,8 +208,8 @@ def test_the_figure_has_a_panel_a_factor_and_shows_the_rows_and_a_line_of_slope_
 
 
 def test_parts_are_told_apart_without_colour():
-    seen = {(str(look.line), look.marker) for look in benchmark_figure.LOOKS.values()}
-    assert len(seen) == len(benchmark_figure.LOOKS)
+    seen = {(str(look.line), look.marker) for look in figure.LOOKS.values()}
+    assert len(seen) == len(figure.LOOKS)
 
 
 def test_a_figure_is_drawn_again_from_its_rows_without_measuring(scaling_rows, monkeypatch, capsys, tmp_path):
@@ -224,7 +225,7 @@ def test_a_figure_is_drawn_again_from_its_rows_without_measuring(scaling_rows, m
         """What --draw must not do."""
         pytest.fail("measured")
 
-    monkeypatch.setattr(benchmark_scaling, "scaling", measures)
+    monkeypatch.setattr(scaling, "scaling", measures)
     assert bench(f"--figure={tmp_path / 'one.png'}") == (0, "", "")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = bench()
@@ -242,7 +243,7 @@ TINY_HARNESS = {"layers": 1, "prompts": 2, "completions": 2, "updates": 2, "step
 
 
 def test_the_harness_is_measured_against_the_bare_loop():
-    rows = benchmark_harness.overhead(Harness(**TINY_HARNESS))
+    rows = harness.overhead(Harness(**TINY_HARNESS))
     assert [(row["what"], row["mode"]) for row in rows] == [
         ("step, cpu", "bare"), ("step, cpu", "loop"), ("step, wall", "bare"), ("step, wall", "loop"),
     ]  # fmt: skip
@@ -253,7 +254,7 @@ def test_the_harness_is_measured_against_the_bare_loop():
 
 
 def test_a_sweep_is_timed_from_the_command_line_to_its_end():
-    row = benchmark_harness.sweep(Harness(**TINY_HARNESS), 2)
+    row = harness.sweep(Harness(**TINY_HARNESS), 2)
     assert (row["what"], row["mode"]) == ("sweep of 2 runs", "jobs=2")
     assert row["runs_per_hour"] == pytest.approx(3600 * 2 / row["wall_s"])
     assert 0 < row["run_wall_s"] < row["wall_s"]
@@ -267,7 +268,7 @@ def test_the_bare_loop_takes_the_very_updates_of_the_loop(tmp_path):
         list(cycles.steps)
         written = read_table(cycles.folder, "updates")
         assert read_table(cycles.folder, "drift")
-    bare = [update for updates in benchmark_harness.bare_loop(e, str(tmp_path)) for update in updates]
+    bare = [update for updates in harness.bare_loop(e, str(tmp_path)) for update in updates]
     assert len(bare) == len(written) == 4
     for one, other in zip(bare, written, strict=True):
         assert {name: other[name] for name in one} == one
@@ -276,7 +277,7 @@ def test_the_bare_loop_takes_the_very_updates_of_the_loop(tmp_path):
 def test_a_sweep_that_fails_is_an_error_and_not_a_time():
     settings = Harness(**TINY_HARNESS | {"updates": 3})
     with pytest.raises(OSError, match=r"launch.jobs=1 ended with code 2: .*4 sequences do not divide into 3 updates"):
-        benchmark_harness.sweep(settings, 1)
+        harness.sweep(settings, 1)
 
 
 def test_harness_settings_that_cannot_be_are_refused():

@@ -8,13 +8,13 @@ from families import FAMILIES
 from models import tiny, tokens
 
 from moe_rl.drift import compare
-from moe_rl.drift_meter import DriftMeter, DriftSettings
+from moe_rl.drift.meter import DriftMeter, DriftSettings
+from moe_rl.drift.routing_metrics import dead_experts, known, load, max_violation, router_entropy
+from moe_rl.drift.soft import soft_drift
 from moe_rl.models.families import find_routers
 from moe_rl.policy import routing_of
 from moe_rl.records import Rollouts
 from moe_rl.replaying import replay
-from moe_rl.routing_metrics import dead_experts, known, load, max_violation, router_entropy
-from moe_rl.soft_drift import soft_drift
 from moe_rl.store import LEGEND
 
 SOFT = {"kl", "js", "router_shift", "margin", "margin_flipped", "margin_kept"}

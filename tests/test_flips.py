@@ -9,7 +9,7 @@ from models import FAMILIES as TINY_FAMILIES
 from models import tiny
 from test_drift_meter import nudge, rollouts
 
-from moe_rl.flips import flip_terms, replay_gap, split_ratio
+from moe_rl.drift.flips import flip_terms, replay_gap, split_ratio
 from moe_rl.policy import response_logprobs
 from moe_rl.recording import record
 from moe_rl.replaying import replay

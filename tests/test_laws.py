@@ -12,7 +12,7 @@ from moe_rl import assembly, loop
 from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
 from moe_rl.corrections import Correction
-from moe_rl.drift_meter import DriftSettings
+from moe_rl.drift.meter import DriftSettings
 from moe_rl.engines.hf import Hf
 from moe_rl.experiment import ConfigError, Experiment, Launch
 from moe_rl.models.build import Tiny

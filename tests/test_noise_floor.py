@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import FAMILIES, tiny, tokens
 
-from moe_rl import noise_floor as module
-from moe_rl.noise_floor import noise_floor
+from moe_rl.drift import noise_floor as module
+from moe_rl.drift.noise_floor import noise_floor
 from moe_rl.policy import routing_of
 
 CHECKS = ["batch_size", "left_padding", "decode", "experts_implementation"]

@@ -17,7 +17,7 @@ from test_laws import SECONDS, SMALL, Vowels, split_arm
 from moe_rl import checkpoint, loop
 from moe_rl.cold_start import ColdStart
 from moe_rl.critic import Critic, CriticSettings
-from moe_rl.drift_meter import DriftSettings
+from moe_rl.drift.meter import DriftSettings
 from moe_rl.engines.hf import Hf
 from moe_rl.experiment import Experiment, Launch
 from moe_rl.optim import Optim

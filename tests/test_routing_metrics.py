@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import random_trace_like, tiny, tokens
 
-from moe_rl import routing_metrics as metrics
+from moe_rl.drift import routing_metrics as metrics
 from moe_rl.policy import routing_of
 from moe_rl.routing_trace import RoutingTrace
 

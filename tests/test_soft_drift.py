@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from moe_rl.drift.soft import router_state, soft_drift
 from moe_rl.routing_trace import RoutingTrace
-from moe_rl.soft_drift import router_state, soft_drift
 
 
 def trace(logits_BSLE, top_k=2, valid=None, margins_from=lambda logits: logits):

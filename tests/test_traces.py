@@ -443,7 +443,7 @@ def rollouts_for(model, routing=True):
 
 
 def test_a_step_is_kept_with_its_passes_updates_and_rollout_numbers(tmp_path):
-    from moe_rl.drift_meter import DriftMeter, DriftSettings
+    from moe_rl.drift.meter import DriftMeter, DriftSettings
 
     model, rollouts = tiny(), rollouts_for(tiny())
     meter = DriftMeter(model, DriftSettings(rollouts=3, probe=0, trace_every=2), (torch.ones(1, 1), torch.ones(1, 1)))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_rl.comparison.settings import Comparison, ComparisonError
+from moe_rl.drift.noise_floor import noise_floor
+from moe_rl.drift.routing_metrics import router_entropy
 from moe_rl.models.build import Checkpoint
 from moe_rl.models.families import find_routers
-from moe_rl.noise_floor import noise_floor
 from moe_rl.policy import routing_of
 from moe_rl.policy_folder import restore_variant
 from moe_rl.recording import record
-from moe_rl.routing_metrics import router_entropy
 from moe_rl.traces import TraceHeader, TraceWriter
 
 if TYPE_CHECKING:

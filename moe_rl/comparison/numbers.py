@@ -16,8 +16,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_rl import routing_metrics as metrics
 from moe_rl.drift import compare
+from moe_rl.drift import routing_metrics as metrics
 from moe_rl.routing_trace import RoutingError, RoutingTrace
 from moe_rl.traces import SequenceTrace, TraceHeader, padded, read_header, read_traces
 

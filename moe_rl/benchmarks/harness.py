@@ -18,8 +18,8 @@ from typing import Any
 
 from moe_rl.advantage import group_advantages
 from moe_rl.assembly import build_state
-from moe_rl.benchmark_loop import Cycles, experiment
-from moe_rl.benchmarks import one_thread, paired
+from moe_rl.benchmarks.loop import Cycles, experiment
+from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.experiment import Experiment
 from moe_rl.loop import derive_seed, sample_step
 from moe_rl.old_pass import old_pass, split_rows
@@ -27,7 +27,7 @@ from moe_rl.store import read_study
 from moe_rl.update import take_update
 
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-CHECKOUT = Path(__file__).parent.parent
+CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

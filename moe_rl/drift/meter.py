@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rl.drift import compare
-from moe_rl.flips import flip_terms
+from moe_rl.drift.flips import flip_terms
+from moe_rl.drift.sets import compare
+from moe_rl.drift.soft import router_state, soft_drift
 from moe_rl.models.families import find_routers
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.recording import record
 from moe_rl.records import Rollouts
 from moe_rl.routing_trace import RoutingTrace
-from moe_rl.soft_drift import router_state, soft_drift
 from moe_rl.store import write_errors
 from moe_rl.traces import TraceWriter
 
@@ -30,8 +30,8 @@ class DriftSettings:
 
     rollouts, probe: sequences of this step's rollouts, and of fixed text, that are forwarded again. every: measure
     after every n-th step's updates; 0 never. Of the steps that are measured, every n-th, 0 never: trace_every writes
-    the rollouts' routing to traces/; soft_every adds soft drift, margins and load (moe_rl/soft_drift.py); flips_every
-    adds the flip decomposition of the rollouts (moe_rl/flips.py), at one replayed forward an update.
+    the rollouts' routing to traces/; soft_every adds soft drift, margins and load (moe_rl/drift/soft.py); flips_every
+    adds the flip decomposition of the rollouts (moe_rl/drift/flips.py), at one replayed forward an update.
     """
 
     rollouts: int = 12

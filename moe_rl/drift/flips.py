@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rl.drift import changed_experts
+from moe_rl.drift.sets import changed_experts
 from moe_rl.policy import response_logprobs
 from moe_rl.records import Rollouts
 from moe_rl.replaying import replay

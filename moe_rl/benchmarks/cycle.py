@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from moe_rl.benchmark_loop import Cycles, bare_experiment
-from moe_rl.benchmarks import one_thread, paired
+from moe_rl.benchmarks.loop import Cycles, bare_experiment
+from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.experiment import Experiment
 from moe_rl.tasks.base import Example
 

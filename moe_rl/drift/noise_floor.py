@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moe_rl.drift import compare
+from moe_rl.drift.sets import compare
 from moe_rl.policy import positions, routing_of
 from moe_rl.recording import record
 from moe_rl.routing_trace import RoutingTrace

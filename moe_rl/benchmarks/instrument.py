@@ -1,31 +1,24 @@
-"""What the instrument costs: recording and replaying against the plain model, in CPU time and memory.
-
-Used by `experiments/bench.py`, whose commands are functions from settings to a table of rows; see `Instrument`. What
-they share is here too: one thread, ratios of what took turns, the comparison with an earlier run.
-"""
+"""What the instrument costs: recording and replaying against the plain model, in CPU time and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 from transformers import DynamicCache
 
+from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.models.build import Tiny
 from moe_rl.recording import record
 from moe_rl.replaying import replay
 from moe_rl.routing_trace import RoutingTrace
 
 MODES = ("plain", "record", "replay", "output_router_logits")
-TOLERANCE = 0.1  # of a ratio: medians over turns move by some percent from run to run on a busy machine
-TURNS = ("repeats", "cycles")  # settings that change nothing but the noise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,16 +75,6 @@ def instrument(settings: Instrument) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _compare(what: str, passes: dict[str, Callable[[], float]], repeats: int, units: int = 1) -> list[dict[str, Any]]:
     """CPU seconds of each pass, which returns its own, taken in turn (each first once) so that noise hits all alike."""
     for measure in passes.values():  # the first run of each pays for allocations and caches
@@ -106,43 +89,6 @@ def _compare(what: str, passes: dict[str, Callable[[], float]], repeats: int, un
         row = {"what": what, "mode": mode, "cpu_s": min(mine), "ratio": min(mine) / min(seconds["plain"])}
         rows.append(row | paired(mine, seconds["plain"]))
     return rows
-
-
-def paired(mine: list[float], base: list[float]) -> dict[str, float]:
-    """The median over turns of mine / base and its 95 % interval, which no noise that hits both alike can move.
-
-    With fewer than 6 turns the interval is their whole range, and covers less.
-    """
-    ratios = sorted(one / other for one, other in zip(mine, base, strict=True))
-    low = int(binom.ppf(0.025, len(ratios), 0.5))  # order statistics that bracket the median, whatever the noise
-    return {
-        "paired_ratio": statistics.median(ratios),
-        "paired_low": ratios[max(low - 1, 0)],
-        "paired_high": ratios[min(len(ratios) - low, len(ratios) - 1)],
-    }
-
-
-def check_baseline(settings: dict[str, Any], baseline: dict[str, Any]) -> None:
-    """ValueError for a baseline ({settings, rows} of an earlier run) of other settings."""
-    for name in sorted(settings.keys() | baseline["settings"].keys()):
-        here, there = settings.get(name), baseline["settings"].get(name)
-        if name not in TURNS and here != there:
-            raise ValueError(f"{name} is {here} here and {there} in the baseline; measure both at the same settings")
-
-
-def regressions(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> list[str]:
-    """What became worse than in `baseline`: ratios more than TOLERANCE above its.
-
-    Absolute times are not compared, they are the machine's. Rows and ratios that the baseline lacks are new.
-    """
-    before = {(row["what"], row["mode"]): row for row in baseline["rows"]}
-    worse = []
-    for row in rows:
-        for name in ("paired_ratio", "memory_ratio"):
-            was = before.get((row["what"], row["mode"]), {}).get(name)
-            if was is not None and row[name] > was * (1 + TOLERANCE):
-                worse.append(f"{row['what']}, {row['mode']}: {name} {row[name]:.3f}, was {was:.3f}")
-    return worse
 
 
 def _tokens(batch: int, width: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rl.drift import changed_experts
+from moe_rl.drift.sets import changed_experts
 from moe_rl.routing_trace import RoutingTrace
 
 CHUNK = 4096  # tokens whose one-hot choice is held at a time

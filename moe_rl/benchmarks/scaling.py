@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from moe_rl.benchmark_loop import Cycles, bare_experiment
-from moe_rl.benchmarks import Instrument, full_forward, one_thread, paired
+from moe_rl.benchmarks.instrument import Instrument, full_forward
+from moe_rl.benchmarks.loop import Cycles, bare_experiment
+from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.experiment import Experiment
 from moe_rl.stats import log_log_slope
 

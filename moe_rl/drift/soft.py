@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.drift import changed_experts
-from moe_rl.routing_metrics import dead_experts, known, load, max_violation, router_entropy
+from moe_rl.drift.routing_metrics import dead_experts, known, load, max_violation, router_entropy
+from moe_rl.drift.sets import changed_experts
 from moe_rl.routing_trace import RoutingTrace
 
 
