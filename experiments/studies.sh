@@ -7,6 +7,8 @@ RESULTS=${RESULTS:-results}
 study() { name=$1; shift; python experiments/train.py study="$name" launch.results_dir="$RESULTS" "$@"; }
 
 study drift_vs_lr
+study flip_regimes
+study many_experts
 study drift_vs_depth
 study ratio_vs_length
 study drift_per_update
