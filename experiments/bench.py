@@ -8,7 +8,6 @@ python experiments/bench.py harness         # the loop against its bare calls; r
 python experiments/bench.py cycle --against experiments/results/bench_cycle.json    # has anything become slower?
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from moe_rl.arguments import Arguments
 from moe_rl.benchmarks import cycle, harness, instrument, scaling, turns
 from moe_rl.benchmarks import figure as figures
 
@@ -75,8 +75,8 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> Arguments:
+    parser = Arguments(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         options = commands.add_parser(name, help=command.run.__doc__.splitlines()[0], description=command.run.__doc__)

@@ -3,16 +3,16 @@
 python experiments/calibrate_clip.py results/clipping --arm gspo --knobs default --target 0.09
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from moe_rl.arguments import Arguments
 from moe_rl.calibration import clip_bounds
 from moe_rl.store import StoreError, read_study
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of a study, such as results/clipping")
     parser.add_argument("--arm", default="gspo")
     parser.add_argument("--target", type=float, required=True, help="share of tokens whose gradient is clipped away")

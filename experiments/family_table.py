@@ -55,4 +55,8 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    from moe_rl.arguments import Arguments
+
+    parser = Arguments(description=__doc__)
+    parser.add_argument("families", nargs="*", help="names of families; all if none is given")
+    raise SystemExit(main(parser.parse_args().families))

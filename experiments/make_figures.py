@@ -1,16 +1,19 @@
-"""Draw a study's figures and print its summary: python experiments/make_figures.py results/<study> [--only NAME]"""
+"""Draw a study's figures and print its summary.
 
-import argparse
+python experiments/make_figures.py results/side_by_side --only reward clip_fraction
+"""
+
 import sys
 from pathlib import Path
 
+from moe_rl.arguments import Arguments
 from moe_rl.figures import FORMATS, FigureError, draw_all, names
 from moe_rl.printing import print_summary
 from moe_rl.store import StoreError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of a study, such as results/side_by_side")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="figures to draw: " + ", ".join(names()))
     parser.add_argument("--format", nargs="+", default=["png", "svg"], choices=FORMATS, help="picture formats")

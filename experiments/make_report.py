@@ -1,16 +1,20 @@
-"""Write the report of studies, or of a whole results folder: python experiments/make_report.py results[/<study>...]"""
+"""Write the report of studies, or of a whole results folder.
 
-import argparse
+python experiments/make_report.py results
+python experiments/make_report.py results/side_by_side results/staleness
+"""
+
 import sys
 from pathlib import Path
 
+from moe_rl.arguments import Arguments
 from moe_rl.figures import FORMATS, FigureError
 from moe_rl.report import is_study, report_results, report_study
 from moe_rl.store import StoreError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="studies, or folders that hold studies")
     parser.add_argument("--format", nargs="+", default=["png"], choices=FORMATS, help="formats of figures/")
     chosen = parser.parse_args()

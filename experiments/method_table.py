@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from moe_rl.advantage import ADVANTAGES
+from moe_rl.arguments import Arguments
 from moe_rl.arm import OLD_LOGPROBS, REPLAYS
 from moe_rl.cli import settings
 from moe_rl.corrections import CORRECTIONS
@@ -92,4 +93,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    Arguments(description=__doc__).parse_args()
     TABLE.write_text(table(), encoding="utf-8")

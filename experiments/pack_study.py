@@ -1,18 +1,21 @@
-"""Pack studies into a few small files to keep: python experiments/pack_study.py results/<study>... [--to FOLDER]"""
+"""Pack studies into a few small files to keep.
 
-import argparse
+python experiments/pack_study.py results/side_by_side --to packed
+"""
+
 import sys
 from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.arguments import Arguments
 from moe_rl.measures import run_numbers
 from moe_rl.store import StoreError, pack, read_study
 from moe_rl.summary import summary_table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("studies", type=Path, nargs="+", help="folders of studies, such as results/side_by_side")
     parser.add_argument("--to", type=Path, default=Path("experiments/results"), help="where <study>/ is written")
     parser.add_argument("--limit-kb", type=int, default=300, help="thin updates and drift until a study is this small")

@@ -1,17 +1,20 @@
-"""Show where the runs of a study stand: python experiments/status.py results/<study>"""
+"""Show where the runs of a study stand.
 
-import argparse
+python experiments/status.py results/side_by_side
+"""
+
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from moe_rl.arguments import Arguments
 from moe_rl.progress import status_of, table_of
 from moe_rl.store import run_folders
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of a study, such as results/side_by_side")
     study = parser.parse_args().study
     folders = run_folders(study)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.arguments import Arguments
 from moe_rl.measures import run_numbers
 from moe_rl.store import StoreError, read_study
 
@@ -29,13 +30,12 @@ def outcomes(folder: Path) -> pd.DataFrame:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = Arguments(description=__doc__)
+    parser.add_argument("study", type=Path, help="folder of a study that swept optim.lr, such as results/tuning")
     try:
-        table = outcomes(Path(arguments[0]))
+        table = outcomes(parser.parse_args(arguments).study)
     except StoreError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print(table.round(3).to_string())
     print("\nlr_of_arm:")

@@ -68,12 +68,14 @@ def delegate(
     if not waiting:
         return []
     try:
-        results = launcher.launch([run.overrides for run in waiting], initial_job_idx=first)
-    except Exception as error:  # a run was killed, say, and the launcher has given up
-        lost = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        with _environment(config.launch.threads):
+            results = launcher.launch([run.overrides for run in waiting], initial_job_idx=first)
+    except Exception as error:  # a run was killed, say, and the launcher has given up; which one, it may not know
         for run in waiting:
-            state = state_of(run.folder)
-            run.failure = "" if state in DONE else f"{state}: {read_status(run.folder).get('reason') or lost}"
+            state, reason = state_of(run.folder), read_status(run.folder).get("reason")
+            run.failure = "" if state in DONE else f"{state}: {reason}" if reason else state
+        lost = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        print(f"the launcher gave up on waiting, runs may still go on: {lost}", file=sys.stderr)
     else:
         for run, result in zip(waiting, results, strict=True):
             if result.status != JobStatus.COMPLETED:
@@ -188,7 +190,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 def _environment(threads: int) -> Iterator[None]:
     """What the runs find in their environment; it is read when they import torch.
 
-    They import from where this process did: the fork server would else look into the present folder first.
+    They import from where this process did: a fork server, or submitit, would look into the present folder first.
     """
     own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     own |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONSAFEPATH": "1"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.plugins import Plugins
 
 from moe_rl import cli, config, progress, store
 from moe_rl.store.files import digest
@@ -418,6 +419,21 @@ def test_two_launches_of_one_study_at_once_leave_each_run_whole(sweep, tmp_path,
         for path in results.glob(f"s/*/*/seed_*/{table}.jsonl"):
             assert (tmp_path / path.relative_to(results)).read_text() == path.read_text()
     assert store.read_study(tmp_path / "s").runs["state"].tolist() == ["finished"] * 4
+
+
+def test_a_launcher_that_gives_up_is_quoted_once_and_every_run_that_it_left_is_named(tmp_path, monkeypatch, capsys):
+    """As joblib does when a run is killed, whichever that was."""
+
+    def launch(launcher, job_overrides, initial_job_idx):
+        raise RuntimeError("a worker was killed")
+
+    name = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+    monkeypatch.setattr(Plugins.instance().class_name_to_class[name], "launch", launch)
+    words = ["hydra/launcher=basic", "seed=0,1", f"launch.results_dir={tmp_path}"]
+    code, _, err = train_here(monkeypatch, capsys, "-m", *words)
+    assert code == 1
+    given_up = "the launcher gave up on waiting, runs may still go on: RuntimeError: a worker was killed"
+    assert err.splitlines() == [given_up, "failed: seed=0: missing", "failed: seed=1: missing"]
 
 
 def test_another_launcher_makes_the_same_runs_goes_on_after_a_failed_one_and_repeats_none(

@@ -24,7 +24,7 @@ from rich.table import Table
 from moe_rl.comparison import figures
 from moe_rl.comparison.measuring import load_tokenizer, measure
 from moe_rl.comparison.numbers import by_layer, tidy_table
-from moe_rl.comparison.settings import Comparison, ComparisonError
+from moe_rl.comparison.settings import Comparison, ComparisonError, help_text
 from moe_rl.comparison.texts import read_texts, require_same, token_ids
 from moe_rl.provenance import provenance
 from moe_rl.routing_trace import RoutingError
@@ -90,6 +90,9 @@ def _compare(settings: Comparison, sequences: list[list[int]], folder: Path) -> 
 # ------------------------------------------------------------------------------------------------------- command line
 def main(arguments: Sequence[str]) -> int:
     """0, or 2 with one line on stderr for what the user can put right."""
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils import logging
 
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = Comparison.parse(arguments)
         layers = compare_checkpoints(settings)
     except (ComparisonError, RoutingError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print_layers(layers, Console())
     for path in sorted(Path(settings.out).iterdir()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ from moe_rl.models.build import Checkpoint
 USAGE = (
     """python experiments/compare_checkpoints.py old=<folder or hub id> new=<...> text=<.txt|.jsonl|name of a task>"""
 )
+
+
+def help_text() -> str:
+    """What --help says."""
+    options = (f"{field.name}={field.default}" for field in dataclasses.fields(Comparison))
+    return "\n".join([USAGE, "", inspect.getdoc(Comparison) or "", "", *options])
 
 
 class ComparisonError(ValueError):
