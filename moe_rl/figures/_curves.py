@@ -15,6 +15,7 @@ from moe_rl.figures.base import Look, averaged, finished, look
 from moe_rl.store import Study
 
 BAND_RUNS = 3
+CROWD = 20  # runs in a panel; with more, single seeds and bands fade so that means can be read
 BANDS = f"Bands: 95 % t interval over seeds, from {BAND_RUNS} seeds up"
 READ_CURVES = (
     "Thin: single seeds (X: diverged, |: failed or cut off). Thick: mean over runs with a result, up to where the "
@@ -68,9 +69,10 @@ def draw_arm(
 ) -> None:
     """Thin line a seed (X where it diverged, | where it stopped unfinished), thick mean with its band."""
     style, good = style or look(arm), set(finished(study, arm, knobs))
+    strength = min(1.0, (CROWD / max(1, (study.runs["knobs"] == knobs).sum())) ** 0.5)
     diverged = set(summary.runs_in(study, arm, knobs, ["diverged"]))
     for seed, values in by_seed.items():
-        axes.plot(values.index, values, color=style.color, linewidth=0.8, alpha=0.5, zorder=2)
+        axes.plot(values.index, values, color=style.color, linewidth=0.8, alpha=0.5 * strength, zorder=2)
         if seed not in good:
             mark: dict[str, Any] = {"marker": "|", "markersize": 15, "markeredgewidth": 2.5}
             if seed in diverged:
@@ -92,7 +94,7 @@ def draw_arm(
             markersize=6.5,
             markevery=marks,
         )
-        draw_band(axes, mean["low"], mean["high"], style.color, 0.13)
+        draw_band(axes, mean["low"], mean["high"], style.color, 0.13 * strength)
 
 
 def draw_band(axes: Axes, low: pd.Series, high: pd.Series, color: str, alpha: float) -> None:
