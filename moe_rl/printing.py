@@ -8,7 +8,7 @@ from typing import IO
 import numpy as np
 import pandas as pd
 
-from moe_rl import stats, summary
+from moe_rl import contrasts, stats, summary
 from moe_rl.store import Study
 
 INTERQUARTILE = "interquartile mean [95 %]"
@@ -66,13 +66,13 @@ def print_summary(study: Study, file: IO[str] | None = None) -> None:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)
-    everywhere = summary.knobs_of(study)
-    for row in summary.comparison_table(study).to_dict("records"):
+    for row in [
+        *contrasts.comparison_table(study).to_dict("records"),
+        *contrasts.setting_table(study).to_dict("records"),
+    ]:
         difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
-        one, other = (summary.knob_label(row[name], everywhere) for name in ("knobs", "other_knobs"))
-        at = (f" at {one}" if one else "") + (f" against {other}" if one != other else "")
         p = "" if np.isnan(row["p"]) else f", p = {row['p']:.2g} (paired t, Holm)"
-        print(f"{row['first']} minus {row['second']}{at}: {difference}{p}; {row['claim']}", file=out)
+        print(f"{contrasts.pair_label(study, row)}: {difference}{p}; {row['claim']}", file=out)
     for told in summary.incidents(study):
         print(f"note: {told}", file=out)
     print("Means are over finished runs; diverged and failed runs are counted, not averaged.", file=out)

@@ -6,6 +6,7 @@ mean says how many those are.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Iterable
@@ -20,9 +21,6 @@ from moe_rl.store import Study, once_per_study
 KNOWN_ARMS = ("grpo", "grpo_routing_replay", "gspo")
 SEED = 0  # of the bootstrap: a table made again has the same numbers
 UNFINISHED = ("running", "cut_off")
-COMPARISON = [
-    "knobs", "other_knobs", "first", "second", "n", "difference", "low", "high", "p", "sign_flip_p", "claim",
-]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- what is in the study
@@ -87,7 +85,7 @@ def incidents(study: Study) -> list[str]:
     A seed counts as missing when another arm has it at the same knobs.
     """
     told: list[str] = []
-    everywhere = knobs_of(study)
+    everywhere, empty = knobs_of(study), collections.defaultdict(list)
     for knobs, arm in itertools.product(everywhere, arms_of(study)):
         label = knob_label(knobs, everywhere)
         name = f"{arm} ({label})" if label else arm
@@ -95,14 +93,18 @@ def incidents(study: Study) -> list[str]:
         expected = set(study.runs[study.runs["knobs"] == knobs]["seed"])
         absent = sorted(expected - set(runs["seed"]))
         if runs.empty:
-            told.append(f"{name} has no runs")
-        else:
-            told += [f"{name} seed {seed} is missing" for seed in absent]
+            empty[arm].append(label)
+            continue
+        told += [f"{name} seed {seed} is missing" for seed in absent]
         for run in runs.to_dict("records"):
             if run["state"] != "finished":
                 verb = {"running": "is still running", "cut_off": "was cut off"}.get(run["state"], run["state"])
                 step = last_step(study, run)
                 told.append(f"{name} seed {run['seed']} {verb}" + (f" at step {step}" if step else ""))
+    for arm, labels in empty.items():
+        told.append(
+            f"{arm} has no runs at {', '.join(labels) if len(labels) < 3 else f'{len(labels)} of the settings'}"
+        )
     return told
 
 
@@ -226,58 +228,3 @@ def summary_table(study: Study) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-def settings_to_compare(study: Study, first: str, second: str) -> list[tuple[str, str]]:
-    """Knob settings at which two arms meet: those that both have, else the only one of each (each arm's own)."""
-    one, other = ([knobs for knobs in knobs_of(study) if runs_in(study, arm, knobs)] for arm in (first, second))
-    shared = [(knobs, knobs) for knobs in one if knobs in other]
-    return shared or ([(one[0], other[0])] if len(one) == len(other) == 1 else [])
-
-
-@once_per_study
-def comparison_table(study: Study) -> pd.DataFrame:
-    """A row per pair of arms at one knob setting: final reward, first minus second, paired by seed, finished runs only.
-
-    Two arms that share no setting are compared if each has one only: its own. Columns: knobs (of the first),
-    other_knobs (of the second), first, second, n, difference, low, high (95 % t interval, NaN below 2 pairs), p (paired
-    t test) and sign_flip_p (exact; NaN above 20 pairs), both Holm over all rows and NaN below 5 pairs, and claim, by p:
-    'differ', 'no difference shown' or 'too few seeds for ...'.
-    """
-    runs = run_measures(study)
-    runs = runs[(runs["state"] == "finished") & runs["final_reward"].notna()]
-    rows: list[dict[str, Any]] = []
-    p_values: dict[str, dict[str, float]] = {"p": {}, "sign_flip_p": {}}
-    for first, second in itertools.combinations(arms_of(study), 2):
-        for settings in settings_to_compare(study, first, second):
-            a, b = (
-                runs[(runs["arm"] == arm) & (runs["knobs"] == knobs)].set_index("seed")["final_reward"].to_dict()
-                for arm, knobs in zip((first, second), settings, strict=True)
-            )
-            if not a.keys() & b.keys():
-                continue
-            difference = stats.paired_difference(a, b)
-            if difference.n >= stats.CLAIM_RUNS:
-                p = stats.t_test_p(stats.paired(a, b))
-                p_values["p"][str(len(rows))] = 1.0 if np.isnan(p) else p
-            if stats.CLAIM_RUNS <= difference.n <= stats.EXACT_LIMIT:
-                p_values["sign_flip_p"][str(len(rows))] = stats.sign_flip_p(stats.paired(a, b))
-            rows.append(
-                {
-                    "knobs": settings[0],
-                    "other_knobs": settings[1],
-                    "first": first,
-                    "second": second,
-                    "n": difference.n,
-                    "difference": difference.value,
-                    "low": difference.low,
-                    "high": difference.high,
-                }
-            )
-    adjusted = {test: stats.holm(values) for test, values in p_values.items()}
-    for number, row in enumerate(rows):
-        row |= {test: values.get(str(number), float("nan")) for test, values in adjusted.items()}
-        row["claim"] = stats.TOO_FEW if np.isnan(row["p"]) else "differ" if row["p"] < 0.05 else "no difference shown"
-    order = {knobs: place for place, knobs in enumerate(knobs_of(study))}
-    rows.sort(key=lambda row: order[row["knobs"]])
-    return pd.DataFrame(rows, columns=COMPARISON)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from synthetic import make_study
 
-from moe_rl import figures, store, summary
+from moe_rl import contrasts, figures, store, summary
 from moe_rl.measures import run_numbers
 from moe_rl.store import StoreError, pack, read_study
 from moe_rl.store.format import shared_and_varied, unflatten
@@ -35,7 +35,7 @@ def packed(study, tmp_path_factory, request):
 
 def test_the_summary_is_unchanged(study, packed):
     assert ("drift" in packed.thinned) == (len(packed.drift) < len(study.drift))
-    for table in (summary.summary_table, run_numbers, summary.comparison_table):
+    for table in (summary.summary_table, run_numbers, contrasts.comparison_table):
         pd.testing.assert_frame_equal(table(study), table(packed), check_dtype=False, rtol=1e-6)
     assert summary.incidents(packed) == summary.incidents(study)
 

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats as scipy_stats
 from synthetic import make_study
 
-from moe_rl import printing, store, summary
+from moe_rl import contrasts, printing, store, summary
 from moe_rl.store import read_study
 
 
@@ -109,7 +109,7 @@ def test_the_print_tells_settings_by_what_they_vary(tmp_path):
     printing.print_summary(read_study(tmp_path / "s"), out)
     lines = out.getvalue().splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [[a, f"lr={lr}"] for lr in (0.1, 0.2) for a in ("grpo", "gspo")]
-    assert lines[5].startswith("grpo minus gspo at lr=0.1: 0 ")
+    assert lines[5].startswith("grpo minus gspo, lr=0.1: 0 ")
     assert "steps" not in out.getvalue().replace("steps.", "")
 
 
@@ -118,7 +118,7 @@ def test_from_five_seeds_on_pairs_are_compared_with_holm(tmp_path):
     for arm, values in arms.items():
         for seed, value in enumerate(values):
             write_run(tmp_path, arm, seed, [value])
-    pairs = summary.comparison_table(read_study(tmp_path / "s")).set_index(["first", "second"])
+    pairs = contrasts.comparison_table(read_study(tmp_path / "s")).set_index(["first", "second"])
     clear, null = pairs.loc[("grpo", "gspo")], pairs.loc[("grpo", "sapo")]
     assert clear["claim"] == "differ"
     assert null["claim"] == "no difference shown"
@@ -132,11 +132,55 @@ def test_arms_at_settings_of_their_own_are_compared_if_each_has_one(tmp_path):
     for seed in range(5):
         write_run(tmp_path, "grpo", seed, [0.3 + 0.01 * seed], knobs={"optim.lr": 1e-4})
         write_run(tmp_path, "gspo", seed, [0.5 + 0.02 * seed], knobs={"optim.lr": 2e-4})
-    (row,) = summary.comparison_table(read_study(tmp_path / "s")).to_dict("records")
+    (row,) = contrasts.comparison_table(read_study(tmp_path / "s")).to_dict("records")
     assert (row["knobs"], row["other_knobs"]) == ("optim.lr=0.0001", "optim.lr=0.0002")
     assert (row["n"], row["difference"]) == (5, pytest.approx(-0.22))
     write_run(tmp_path, "grpo", 0, [0.4], knobs={"optim.lr": 3e-4})
-    assert summary.comparison_table(read_study(tmp_path / "s")).empty
+    assert contrasts.comparison_table(read_study(tmp_path / "s")).empty
+
+
+def test_settings_that_differ_in_one_choice_are_compared_with_the_usual_one(tmp_path):
+    for router, base in (("binned", 0.4), ("native", 0.3), ("noisy", 0.2)):
+        for seed in range(5):
+            write_run(tmp_path, "grpo", seed, [base + 0.01 * seed * (router == "noisy")], knobs={"router": router})
+    study = read_study(tmp_path / "s")
+    assert contrasts.comparison_table(study).empty
+    rows = contrasts.setting_table(study).to_dict("records")
+    assert [contrasts.pair_label(study, row) for row in rows] == [
+        "grpo: router=binned minus router=native",
+        "grpo: router=noisy minus router=native",
+    ]
+    assert [row["difference"] for row in rows] == [pytest.approx(0.1), pytest.approx(-0.08)]
+    differences = [0.2 + 0.01 * seed - 0.3 for seed in range(5)]
+    assert rows[1]["p"] == pytest.approx(scipy_stats.ttest_1samp(differences, 0).pvalue)  # the other's p is 0
+    assert "grpo: router=noisy minus router=native: -0.08 " in printed(study)
+
+
+def test_a_number_or_another_model_is_no_choice_and_a_knob_that_is_not_given_is_one(tmp_path):
+    for knobs in (
+        {},
+        {"optim.router_kl": 1.0},
+        {"optim.lr": 0.1},
+        {"optim.lr": 0.2},
+        {"optim.lr": 0.1, "router": "noisy"},
+    ):
+        write_run(tmp_path, "grpo", 0, [0.5], knobs=knobs)
+    for model in ("tiny_mixtral", "tiny_olmoe"):
+        write_run(tmp_path, "gspo", 0, [0.5], knobs={"model": model})
+    rows = contrasts.setting_table(read_study(tmp_path / "s"))
+    pairs = set(zip(rows["knobs"], rows["other_knobs"], strict=True))
+    assert pairs == {
+        ("optim.router_kl=1.0", "default"),
+        ("optim.lr=0.1", "default"),
+        ("optim.lr=0.2", "default"),
+        ("optim.lr=0.1,router=noisy", "optim.lr=0.1"),
+    }
+
+
+def printed(study):
+    out = io.StringIO()
+    printing.print_summary(study, out)
+    return out.getvalue()
 
 
 def test_from_ten_runs_on_the_interquartile_mean_stands_beside_the_mean(tmp_path):

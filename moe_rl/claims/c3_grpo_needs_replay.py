@@ -19,9 +19,9 @@ from moe_rl.claims.base import (
     finding,
     too_few,
 )
+from moe_rl.contrasts import settings_to_compare
 from moe_rl.stats import CLAIM_RUNS
 from moe_rl.store import Study
-from moe_rl.summary import settings_to_compare
 
 PLAIN, REPLAY, PLACEBO = "grpo", "grpo_routing_replay", "grpo_shuffled_replay"
 CLAIM = Claim(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from moe_rl.claims._effects import Numbers, contrast, level_of, numbers_of, with_holm
 from moe_rl.claims.base import NOT_TESTABLE, RELEVANT, Claim, Effect, Finding, above_zero, all_of, finding, no_worse
+from moe_rl.contrasts import settings_to_compare
 from moe_rl.store import Study
-from moe_rl.summary import settings_to_compare
 
 OWN, ENGINE = "gspo", "gspo_engine_logprobs"
 MISMATCH = {

@@ -7,21 +7,21 @@ from typing import Any
 
 import pandas as pd
 
-from moe_rl import figures, measures, stats, summary
+from moe_rl import contrasts, figures, measures, stats, summary
 from moe_rl.claims import Claim, Effect, Finding
 from moe_rl.report._markdown import bullets, escape, image, interval, link, number, plural, span, table
 from moe_rl.store import Study, shared_and_varied
 
 HOW_TO_READ = (
     f"Numbers are means over seeds with 95 % t intervals; from {stats.BOOTSTRAP_RUNS} finished runs up, also "
-    "interquartile means with 95 % bootstrap intervals. Differences are paired by seed: same prompts, same start, same "
-    f"sampling stream. Below {stats.CLAIM_RUNS} seeds nothing is tested. p values are of the paired t test and "
+    "interquartile means with 95 % bootstrap intervals. Differences are paired by seed: same prompts, same start, "
+    f"same sampling stream. Below {stats.CLAIM_RUNS} seeds nothing is tested. p values are of the paired t test and "
     "of an exact test that flips signs (with 5 seeds it cannot come below .0625), both adjusted by Holm: over the "
-    "tests that decide a claim, over those shown besides, over all pairs of arms of a study. At one setting, all "
-    "arms sample equally many completions; CPU seconds of training are those of sampling, the old pass and the "
-    "updates, without measuring drift and evaluating. A verdict comes from the rule that is stated with it, applied "
-    "by a program to the data of these runs, never by hand. It is about these models, tasks and budgets: small "
-    "models trained from scratch, not the 30B models of the sources."
+    "tests that decide a claim, over those shown besides, over all pairs of arms of a study, over all pairs of an "
+    "arm's settings. At one setting, all arms sample equally many completions; CPU seconds of training are those of "
+    "sampling, the old pass and the updates, without measuring drift and evaluating. A verdict comes from the rule "
+    "that is stated with it, applied by a program to the data of these runs, never by hand. It is about these "
+    "models, tasks and budgets: small models trained from scratch, not the 30B models of the sources."
 )
 
 
@@ -73,35 +73,36 @@ def incidents_text(studies: Iterable[Study]) -> str:
 
 # --------------------------------------------------------------------------------------------------------- comparisons
 def comparison_text(study: Study) -> str:
-    """All pairs of arms, and the null results in words."""
-    rows = []
-    for row in summary.comparison_table(study).to_dict("records"):
-        difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
-        tests = [number(row[name], 2) for name in ("p", "sign_flip_p")]
-        told = [_pair(study, row), number(difference.value), interval(difference), row["n"], *tests]
-        rows.append([*told, escape(row["claim"])])
-    if not rows:
+    """All pairs of arms, of settings of an arm that differ in a choice, and the null results in words."""
+    parts = [
+        _pairs(study, pairs)
+        for pairs in (contrasts.comparison_table(study), contrasts.setting_table(study))
+        if len(pairs)
+    ]
+    if not parts:
         return "No two arms share a setting and a seed.\n"
     nulls = null_results(study)
-    head = ["final reward", "difference", "95 %", "n", "p (t, Holm)", "p (sign flips, Holm)", "claim"]
-    return table(head, rows) + ("\nNull results:\n\n" + bullets(nulls) if nulls else "")
+    return "\n".join(parts) + ("\nNull results:\n\n" + bullets(nulls) if nulls else "")
+
+
+def _pairs(study: Study, pairs: pd.DataFrame) -> str:
+    rows = []
+    for row in pairs.to_dict("records"):
+        difference = stats.Estimate(row["difference"], row["low"], row["high"], row["n"])
+        tests = [number(row[name], 2) for name in ("p", "sign_flip_p")]
+        told = [escape(contrasts.pair_label(study, row)), number(difference.value), interval(difference), row["n"]]
+        rows.append([*told, *tests, escape(row["claim"])])
+    return table(["final reward", "difference", "95 %", "n", "p (t, Holm)", "p (sign flips, Holm)", "claim"], rows)
 
 
 def null_results(study: Study) -> list[str]:
-    """Pairs of arms of which no difference was shown, and how large one could have been seen."""
-    pairs = summary.comparison_table(study)
+    """Pairs of which no difference was shown, and how large one could have been seen."""
+    pairs = pd.concat([contrasts.comparison_table(study), contrasts.setting_table(study)])
     return [
-        f"{_pair(study, row)}: {number(row['difference'])} (n = {row['n']}); differences below about "
-        f"{number((row['high'] - row['low']) / 2, 2)} could not be seen"
+        f"{escape(contrasts.pair_label(study, row))}: {number(row['difference'])} (n = {row['n']}); differences below "
+        f"about {number((row['high'] - row['low']) / 2, 2)} could not be seen"
         for row in pairs[pairs["claim"] == "no difference shown"].to_dict("records")
     ]
-
-
-def _pair(study: Study, row: dict[Any, Any]) -> str:
-    everywhere = summary.knobs_of(study)
-    labels = [summary.knob_label(knobs, everywhere) for knobs in dict.fromkeys((row["knobs"], row["other_knobs"]))]
-    at = " against ".join(label for label in labels if label)
-    return f"{escape(row['first'])} minus {escape(row['second'])}" + (f", {escape(at)}" if at else "")
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
