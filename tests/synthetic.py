@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from moe_rl import store
+from moe_rl.routing_trace import RoutingTrace
 from moe_rl.store.format import unflatten
+from moe_rl.traces import TraceWriter
 
 ARMS = ("grpo", "grpo_routing_replay", "gspo")
 Runs = Sequence[tuple[str, int]]
@@ -34,6 +37,7 @@ def make_study(
     top_k: int = 2,
     experts: int = 32,
     dense: bool = False,
+    traces: bool = False,
     missing: Runs = (),
     diverged: Runs = (),
     failed: Runs = (),
@@ -53,6 +57,8 @@ def make_study(
                         continue
                     run.describe(writer)
                     last = end if (arm, seed) in diverged or (arm, seed) in failed else steps
+                    if traces and not dense:
+                        run.traces(folder, last)
                     run.write(writer, last, nan_at=last if (arm, seed) in diverged else None)
                     if (arm, seed) in failed:
                         raise CrashError("out of memory")
@@ -107,6 +113,18 @@ class _Run:
                     for tokens in ("rollout", "probe"):
                         for reference in ("old", "previous", "start"):
                             self.drift(writer, step, update, tokens, reference)
+
+    def traces(self, folder: Path, step: int) -> None:
+        """100 tokens in four sequences; experts 0 and 1 are active together more often than others."""
+        scores = self.rng.normal(size=(4, 25, self.layers, self.experts))
+        scores[..., :2] += self.rng.normal(size=(4, 25, self.layers, 1)) * 2
+        ids = torch.from_numpy(scores).topk(self.top_k, -1).indices
+        names = tuple(f"layers.{layer}.gate" for layer in range(self.layers))
+        known = torch.ones(4, 25, dtype=torch.bool)
+        with TraceWriter(folder / "traces" / f"step_{step:05d}.parquet", names, self.experts, self.top_k) as writer:
+            for update in (0, self.updates):
+                source = "new" if update else "old"
+                writer.add(RoutingTrace.from_ids(ids, known, names, self.experts, source, update), known, step=step)
 
     def step(self, writer: store.RunWriter, step: int, broken: bool) -> None:
         nan, rng = float("nan"), self.rng

@@ -21,7 +21,7 @@ from synthetic import make_study
 from moe_rl import figures, store, summary
 from moe_rl.figures import _bars, _curves, base
 
-SMALL = {"steps": 5, "updates": 2, "layers": 3, "top_k": 2, "experts": 8}
+SMALL = {"steps": 5, "updates": 2, "layers": 3, "top_k": 2, "experts": 8, "traces": True}
 TROUBLE = {"missing": [("gspo", 1)], "diverged": [("grpo", 2)], "failed": [("grpo_routing_replay", 0)]}
 STUDIES = {
     "complete": {},
@@ -46,6 +46,7 @@ STUDIES = {
 SCRIPT = Path(__file__).parents[1] / "experiments" / "make_figures.py"
 DRIFT = {
     *("drift_by_update", "drift_by_layer", "deviation_histogram", "changed_layers", "soft_drift", "margins"),
+    "co_activation",
     "replay_gap",
     *("router_load", "drift_and_ratio"),
 }
@@ -351,6 +352,15 @@ def test_make_figures_refuses_in_one_line_with_exit_code_2(studies, tmp_path, mo
         said = capsys.readouterr()
         assert len(said.err.splitlines()) == 1
         assert not said.out
+
+
+def test_co_activation_is_of_the_last_traces_and_needs_some(studies, drawn, tmp_path):
+    """Experts 0 and 1 of the synthetic traces are active together; a map shows them over independence."""
+    panel = drawn("co_activation", "complete").axes[0]
+    ratios = np.asarray(panel.collections[0].get_array()).reshape(8, 8)
+    assert ratios[0, 1] == ratios[1, 0] > 1.5
+    assert "layer 1: off 0." in panel.get_title()
+    assert figures.draw("co_activation", store.read_study(make_study(tmp_path, **{**SMALL, "traces": False}))) is None
 
 
 def test_arms_at_settings_of_their_own_stand_side_by_side(tmp_path):

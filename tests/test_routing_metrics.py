@@ -42,31 +42,7 @@ def test_more_left_padding_changes_no_metric():
     ids, mask = tokens(3, 8)
     plain = routing_of(model, ids, mask)
     wide = routing_of(model, *(torch.nn.functional.pad(tensor, (5, 0)) for tensor in (ids, mask)))
-    for metric in (metrics.load, metrics.pair_counts):
-        assert torch.equal(metric(metrics.known(plain), 8), metric(metrics.known(wide), 8))
-
-
-def test_pairs_are_all_pairs_of_a_set_and_not_neighbours_in_rank():
-    counts_LEE = metrics.pair_counts(torch.tensor([[[0, 1, 2]]]), 4)  # 0 and 2 are no neighbours
-    assert counts_LEE.tolist() == [[[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]]
-
-
-def test_co_activation_by_hand():
-    counts_LEE = metrics.pair_counts(IDS_NLK, 4)
-    assert counts_LEE[0].tolist() == [[4, 2, 1, 1], [2, 2, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
-    assert torch.equal(counts_LEE.diagonal(dim1=1, dim2=2).long(), metrics.load(IDS_NLK, 4))
-    shares_LEE = metrics.co_activation(counts_LEE)
-    assert shares_LEE[0, 0, 1:].tolist() == [0.5, 0.25, 0.25]  # of expert 0's four tokens
-    assert shares_LEE[0, 1, 0] == 1.0  # both of expert 1's tokens
-    assert shares_LEE[:, range(4), range(4)].isnan().all()
-    assert shares_LEE[1, 0].isnan().all()  # expert 0 got no token in layer 1
-
-
-def test_pair_counts_do_not_depend_on_the_chunk(monkeypatch):
-    ids = torch.rand(50, 3, 8).topk(3, -1).indices
-    whole = metrics.pair_counts(ids, 8)
-    monkeypatch.setattr(metrics, "CHUNK", 7)
-    assert torch.equal(whole, metrics.pair_counts(ids, 8))
+    assert torch.equal(metrics.load(metrics.known(plain), 8), metrics.load(metrics.known(wide), 8))
 
 
 def test_vocabulary_specialisation_by_hand():

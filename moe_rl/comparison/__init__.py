@@ -28,6 +28,7 @@ from moe_rl.comparison.settings import Comparison, ComparisonError, help_text
 from moe_rl.comparison.texts import read_texts, require_same, token_ids
 from moe_rl.provenance import provenance
 from moe_rl.routing_trace import RoutingError
+from moe_rl.store import StoreError
 from moe_rl.traces import read_header
 
 __all__ = ["Comparison", "ComparisonError", "compare_checkpoints", "main"]
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = Comparison.parse(arguments)
         layers = compare_checkpoints(settings)
-    except (ComparisonError, RoutingError) as error:
+    except (ComparisonError, RoutingError, StoreError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print_layers(layers, Console())

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl.figures import base
 from moe_rl.figures._bars import log_floor
+from moe_rl.figures._maps import draw_map
 from moe_rl.store import Study
 
 Array = npt.NDArray[np.float64]
@@ -96,7 +96,7 @@ def load(table: pd.DataFrame, layers: pd.DataFrame, facts: Mapping[str, Any]) ->
     grids = {of: grid / grid.mean(1, keepdims=True) for of, grid in grids.items()}
     top = max(float(grid.max()) for grid in grids.values())
     for panel, (of, grid) in zip(axes[1], grids.items(), strict=True):
-        mesh = _map(panel, grid, top, first_row=1, ticks=7)
+        mesh = draw_map(panel, grid, top, first_row=1, ticks=7)
         panel.set(title=f"load of {of}", xlabel="expert", ylabel="MoE layer" if of == "old" else "")
     figure.colorbar(mesh, ax=axes[1], label="load / mean load", aspect=25, pad=0.015)
     text = f"MaxVio is 0 for an even load and at most E/K - 1 = {facts['num_experts'] / facts['top_k'] - 1:.3g}."
@@ -114,7 +114,7 @@ def co_activation(table: pd.DataFrame, facts: Mapping[str, Any]) -> Figure:
     for row, of in enumerate(("old", "new")):
         for panel, layer in zip(axes[row], layers, strict=True):
             grid = _grid(pairs[(pairs["of"] == of) & (pairs["layer"] == layer)], "expert", "other", E)
-            mesh = _map(panel, grid, top, first_row=0, ticks=5)
+            mesh = draw_map(panel, grid, top, first_row=0, ticks=5)
             panel.set_facecolor("#dddddd")
             panel.set(title=f"{of}, layer {layer + 1}", xlabel="other expert j" if row else "")
         axes[row, 0].set_ylabel("expert i")
@@ -135,17 +135,6 @@ def _grid(part: pd.DataFrame, rows: str, columns: str, size: int = 0) -> Array:
     if size:
         grid = grid.reindex(index=range(size), columns=range(size))
     return grid.to_numpy(dtype=float)
-
-
-def _map(axes: Axes, grid: Array, top: float, first_row: int, ticks: int) -> QuadMesh:
-    """A matrix in colours; nan stays without."""
-    rows, columns = (np.arange(size + 1) - 0.5 for size in grid.shape)
-    values = np.ma.masked_invalid(grid)
-    mesh = axes.pcolormesh(columns, rows + first_row, values, cmap="viridis", vmin=0, vmax=top, rasterized=True)
-    axes.grid(False)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(ticks, integer=True, min_n_ticks=1))
-    return mesh
 
 
 def _log_line(axes: Axes, values: Array, floor: float, look: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from moe_rl import expert_pairs
 from moe_rl.drift import compare
 from moe_rl.drift import routing_metrics as metrics
 from moe_rl.routing_trace import RoutingError, RoutingTrace
@@ -114,7 +115,7 @@ class Tally:
         L, E, U = len(header.layer_names), header.num_experts, len(frequent_U)
         self.experts, self.frequent_U = E, frequent_U
         self.load_LE = torch.zeros(L, E, dtype=torch.int64)
-        self.pairs_LEE = torch.zeros(L, E, E, dtype=torch.float64)
+        self.pairs_LEE = np.zeros((L, E, E))
         self.vocabulary_LUE = torch.zeros(L, U, E, dtype=torch.int64)
         self.occurrences_U = torch.zeros(U, dtype=torch.int64)
 
@@ -124,7 +125,7 @@ class Tally:
         ids_NLK = metrics.known(trace)
         tokens_N = torch.cat([torch.from_numpy(r.token_ids_T[r.valid_T]) for r in records if r.token_ids_T is not None])
         self.load_LE += metrics.load(ids_NLK, self.experts)
-        self.pairs_LEE += metrics.pair_counts(ids_NLK, self.experts)
+        self.pairs_LEE += expert_pairs.pair_counts(ids_NLK.numpy(), self.experts)
         often_N = torch.isin(tokens_N, self.frequent_U)
         found_U, counts_LUE, occurrences_U = metrics.vocabulary_counts(
             ids_NLK[often_N], tokens_N[often_N], self.experts
@@ -136,7 +137,7 @@ class Tally:
 
     def parts(self, of: str) -> list[pd.DataFrame]:
         shares_LUE = metrics.vocabulary_specialisation(self.vocabulary_LUE, self.occurrences_U)
-        pairs = _part("co_activation", of, metrics.co_activation(self.pairs_LEE), "layer", "expert", "other")
+        pairs = _part("co_activation", of, expert_pairs.co_activation(self.pairs_LEE), "layer", "expert", "other")
         return [
             _part("load", of, self.load_LE, "layer", "expert"),
             _part("max_violation", of, metrics.max_violation(self.load_LE), "layer"),

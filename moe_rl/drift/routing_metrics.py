@@ -1,4 +1,4 @@
-"""What one can say about recorded routing: load, co-activation, specialisation, saturation, entropy. Pure functions.
+"""What one can say about recorded routing: load, specialisation, saturation, entropy. Pure functions.
 
 All take the known tokens only, ids_NLK = known(trace): padding and rows of unknown routing are never counted. Rows hold
 distinct ids. Counts add over batches; shares come from counts, without a unit, nan where nothing was counted.
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from moe_rl.drift.sets import changed_experts
 from moe_rl.routing_trace import RoutingTrace
-
-CHUNK = 4096  # tokens whose one-hot choice is held at a time
 
 
 def known(trace: RoutingTrace) -> Tensor:
@@ -40,31 +38,6 @@ def max_violation(load_LE: Tensor) -> Tensor:
 def dead_experts(load_LE: Tensor) -> Tensor:
     """Experts that no token chose, int64 [L]. With few tokens some are idle by chance."""
     return (load_LE == 0).sum(-1)
-
-
-# ------------------------------------------------------------------------------------------------------- co-activation
-def pair_counts(ids_NLK: Tensor, num_experts: int) -> Tensor:
-    """Tokens that chose both experts, float64 [L, E, E], symmetric; the diagonal is the load.
-
-    All pairs of a token's set count, not only neighbours in rank.
-    """
-    L = ids_NLK.shape[1]
-    counts_LEE = torch.zeros(L, num_experts, num_experts, dtype=torch.float64, device=ids_NLK.device)
-    for ids in ids_NLK.split(CHUNK):
-        chosen_LNE = torch.zeros(L, len(ids), num_experts, device=ids.device).scatter_(2, ids.transpose(0, 1), 1.0)
-        counts_LEE += chosen_LNE.transpose(1, 2) @ chosen_LNE  # whole numbers below 2^24 are exact in float32
-    return counts_LEE
-
-
-def co_activation(counts_LEE: Tensor) -> Tensor:
-    """N_ij / N_i: share of expert i's tokens that also chose j, float64 [L, E, E]; rows i. nan on the diagonal.
-
-    Independent experts of equal load: (K - 1) / (E - 1). Source: OLMoE, section 5.2.
-    """
-    load_LE = counts_LEE.diagonal(dim1=1, dim2=2)
-    shares_LEE = counts_LEE / load_LE[..., None]
-    eye_EE = torch.eye(counts_LEE.shape[-1], dtype=torch.bool, device=counts_LEE.device)
-    return shares_LEE.masked_fill(eye_EE, float("nan"))
 
 
 # ------------------------------------------------------------------------------------------------------ specialisation

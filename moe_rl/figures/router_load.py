@@ -6,7 +6,6 @@ on the step's rollouts.
 """
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
 from moe_rl import summary
@@ -46,13 +45,8 @@ def draw(study: Study) -> Figure | None:
             if name != "router_entropy":
                 panel.set_ylim(bottom=0)
     text = (
-        f"Mean over layers and tokens of the {text_of} ({_sizes(drift['n'])} tokens: few tokens leave experts idle by "
-        f"chance). {_curves.READ_CURVES}"
+        f"Mean over layers and tokens of the {text_of} ({_bars.between(drift['n'])} tokens: few leave experts idle "
+        f"by chance). {_curves.READ_CURVES}"
     )
     title = "How the routers spread their tokens" + base.short_model(study)
     return base.finish(figure, study, title, text, base.arm_handles(study))
-
-
-def _sizes(counts: pd.Series) -> str:
-    low, high = int(counts.min()), int(counts.max())
-    return f"{low}" if low == high else f"{low} to {high}"

@@ -1,7 +1,7 @@
 """Routing on disk and in other systems' shapes: trace files written and read, batches, tables, foreign arrays."""
 
-from moe_rl.traces.files import TraceWriter, read_header, read_traces
-from moe_rl.traces.format import SequenceTrace, TraceError, TraceHeader
+from moe_rl.store.traces import SequenceTrace, TraceError, TraceHeader, read_header, read_traces
+from moe_rl.traces.files import TraceWriter
 from moe_rl.traces.layouts import from_layout, merge_turns, padded, to_pandas
 
 __all__ = [

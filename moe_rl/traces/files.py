@@ -5,18 +5,17 @@
     for record in read_traces("traces.parquet", step=3, source="new"):
         record.expert_ids_TLK
 
-What a file is made of: traces/format.py.
+What a file is made of, and reading it: store/traces.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,24 +27,11 @@ from torch import Tensor
 
 from moe_rl.provenance import versions
 from moe_rl.routing_trace import RoutingTrace, id_dtype
-from moe_rl.traces.format import (
-    FORMAT,
-    HEADER,
-    HEADER_CRC,
-    INDEX,
-    SCHEMA,
-    VERSION,
-    SequenceTrace,
-    TraceError,
-    TraceHeader,
-    chain,
-    row_crc,
-)
+from moe_rl.store.traces import FORMAT, HEADER, HEADER_CRC, SCHEMA, VERSION, TraceError, TraceHeader, chain, row_crc
 
 ROW_GROUP_BYTES = 8 * 2**20  # what a writer holds in memory
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
 class TraceWriter:
     """Writes one trace file; memory does not grow with its length. A context manager.
 
@@ -152,93 +138,3 @@ class TraceWriter:
         finally:
             self.file.close()
             self.temporary.unlink(missing_ok=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-def read_header(path: str | Path) -> TraceHeader:
-    """What the file says about all its rows. TraceError as in `read_traces`."""
-    with _opened(path) as file:
-        return _header(path, file)[0]
-
-
-def read_traces(
-    path: str | Path,
-    step: int | None = None,
-    sequence: int | None = None,
-    source: str | None = None,
-    update: int | None = None,
-) -> Iterator[SequenceTrace]:
-    """The file's rows in the order of writing, those that match; memory does not grow with the file's length.
-
-    Raises TraceError, naming the file, for one that is missing, damaged, cut off, or written by a newer version.
-    """
-    wanted = {"step": step, "update": update, "pass": source, "sequence": sequence}
-
-    def matches(row: dict[str, Any]) -> bool:
-        return all(value is None or row[name] == value for name, value in wanted.items())
-
-    with _opened(path) as file:  # the whole index is found sound before the first row is given out
-        header, expected = _header(path, file)
-        crc = count = 0
-        groups = []
-        for group in range(file.num_row_groups):
-            index = file.read_row_group(group, columns=list(INDEX)).to_pylist()
-            for row in index:
-                crc, count = chain(crc, row), count + 1
-            groups += [group] if any(map(matches, index)) else []
-        if (count, crc) != expected:
-            raise TraceError(
-                f"{path} is damaged: its {count} rows do not match the checksum over {expected[0]}; write it again"
-            )
-
-    def rows() -> Iterator[SequenceTrace]:
-        with _opened(path) as file:
-            for group in groups:
-                yield from (_record(path, header, r) for r in file.read_row_group(group).to_pylist() if matches(r))
-
-    return rows()
-
-
-@contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
-    if not Path(path).is_file():
-        raise TraceError(f"there is no trace file {path}")
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
-    except (TraceError, GeneratorExit):
-        raise
-    except Exception as error:  # damaged bytes raise nearly anything in the parquet library
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise TraceError(f"{path} is damaged, cut off or no trace file ({reason}); write it again") from error
-
-
-def _header(path: str | Path, file: pq.ParquetFile) -> tuple[TraceHeader, tuple[int, int]]:
-    """The header, and (rows, checksum of the index), as the metadata say."""
-    about = file.metadata.metadata or {}
-    if VERSION not in about:
-        raise TraceError(f"{path} is a parquet file, but no trace file, or it is damaged")
-    if int(about[VERSION]) != FORMAT:
-        raise TraceError(f"{path} has trace format {int(about[VERSION])}, this version reads {FORMAT}; update moe_rl")
-    if zlib.crc32(about[HEADER]) != int(about[HEADER_CRC]):
-        raise TraceError(f"{path} is damaged: its metadata do not match their checksum; write it again")
-    facts = json.loads(about[HEADER])
-    facts["layer_names"] = tuple(facts["layer_names"])
-    expected = facts.pop("rows"), facts.pop("index_crc32")
-    return TraceHeader(**facts), expected
-
-
-def _record(path: str | Path, header: TraceHeader, row: dict[str, Any]) -> SequenceTrace:
-    shape = (len(row["valid"]), len(header.layer_names), header.top_k)
-    if row_crc(row) != row["crc32"] or len(row["expert_ids"]) != np.prod(shape) * header.numpy_dtype.itemsize:
-        raise TraceError(f"{path} is damaged at step {row['step']}, sequence {row['sequence']}; write it again")
-    return SequenceTrace(
-        header,
-        row["step"],
-        row["update"],
-        row["pass"],
-        row["sequence"],
-        np.frombuffer(row["expert_ids"], header.numpy_dtype).reshape(shape),
-        np.frombuffer(row["valid"], np.uint8).astype(bool),
-        None if row["token_ids"] is None else np.array(row["token_ids"], dtype=np.int64),
-    )

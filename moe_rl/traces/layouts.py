@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.routing_trace import RoutingError, RoutingTrace
-from moe_rl.traces.format import SequenceTrace, TraceError
+from moe_rl.store.traces import SequenceTrace, TraceError
 
 FILLERS = {"none": None, "zeros": 0, "minus_one": -1}
 CONFLICTS = ("raise", "earlier", "later")
