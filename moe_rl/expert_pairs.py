@@ -72,7 +72,7 @@ def off_by_chance(counts_LEE: Array, generator: np.random.Generator) -> Array:
     upper_LP = np.triu(expected_LEE).reshape(len(counts_LEE), -1)
     pairs_L = upper_LP.sum(1)
     drawn_LP = generator.multinomial(pairs_L.round().astype(int), np.nan_to_num(_over(upper_LP, pairs_L[:, None])))
-    drawn_LEE = drawn_LP.reshape(counts_LEE.shape)
+    drawn_LEE = drawn_LP.reshape(counts_LEE.shape).astype(float)
     return _apart(drawn_LEE + drawn_LEE.swapaxes(1, 2), expected_LEE)
 
 

@@ -292,7 +292,7 @@ def test_a_folder_without_weights_is_refused(folders, tmp_path, capsys):
     (other / "model.safetensors").unlink()
     error = refused(capsys, words(folders, tmp_path / "out", new=other))
     assert "has no *.safetensors" in error
-    assert error.startswith("new: ")
+    assert error.startswith("error: new: ")
 
 
 def test_no_words_at_all_print_the_usage(capsys):
