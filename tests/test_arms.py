@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from test_cli import SMALL
 
 from moe_rl import cli, discovery, loop, store
-from moe_rl.figures import base as figures
+from moe_rl.figures import _looks
 from moe_rl.policy_losses.base import PolicyLoss
 
 settings = cli.settings
@@ -115,11 +115,11 @@ def test_another_advantage_than_its_own_shows_in_an_arms_label():
 
 
 def test_every_arm_has_a_look_of_its_own():
-    looks = figures.KNOWN | figures.FIELD
+    looks = _looks.KNOWN | _looks.FIELD
     assert set(ARMS) >= looks.keys()  # an arm that is not among them gets a spare look
     for part in ("color", "marker"):
         assert len({getattr(look, part) for look in looks.values()}) == len(looks), part
-    assert not {look.color for look in looks.values()} & set(figures.SPARE_COLORS)
+    assert not {look.color for look in looks.values()} & set(_looks.SPARE_COLORS)
 
 
 def test_the_table_of_methods_is_current():

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from synthetic import make_study
 
 from moe_rl import figures, store, summary
-from moe_rl.figures import _bars, _curves, base
+from moe_rl.figures import _bars, _curves, _looks, base
 
 SMALL = {"steps": 5, "updates": 2, "layers": 3, "top_k": 2, "experts": 8, "traces": True}
 TROUBLE = {"missing": [("gspo", 1)], "diverged": [("grpo", 2)], "failed": [("grpo_routing_replay", 0)]}
@@ -198,7 +198,7 @@ def test_lines_stop_at_divergence_and_failed_runs_are_in_no_mean(studies):
 
 def test_the_reward_figure_draws_exactly_these_means(drawn):
     panel = drawn("reward", "troubled").axes[0]
-    color = base.look("grpo").color
+    color = _looks.look("grpo").color
     thick = [line for line in panel.lines if line.get_color() == color and line.get_linewidth() > 2]
     assert [list(line.get_xdata()) for line in thick] == [[2, 4]]
     crosses = [line for line in panel.lines if line.get_marker() == "X"]
@@ -264,14 +264,13 @@ def test_an_arm_looks_the_same_whatever_else_is_in_the_study(drawn):
         return next(line.get_color() for label, line in named.items() if label.startswith(f"{arm} ("))
 
     assert color_of(drawn("reward", "complete"), "gspo") == color_of(drawn("reward", "edge"), "gspo")
-    assert base.look("sapo") == base.look("sapo")
-    assert (
-        len({base.look(arm) for arm in (*base.KNOWN, *base.FIELD, "my_own")}) == len(base.KNOWN) + len(base.FIELD) + 1
-    )
+    assert _looks.look("sapo") == _looks.look("sapo")
+    arms = (*_looks.KNOWN, *_looks.FIELD, "my_own")
+    assert len({_looks.look(arm) for arm in arms}) == len(arms)
 
 
 def test_known_arms_differ_in_colour_grey_line_and_marker():
-    looks = list(base.KNOWN.values())
+    looks = list(_looks.KNOWN.values())
     for part in zip(*looks, strict=True):
         assert len({str(value) for value in part}) == 3
     greys = sorted(float(np.dot(to_rgb(look.color), [0.299, 0.587, 0.114])) for look in looks)
@@ -375,6 +374,41 @@ def test_arms_at_settings_of_their_own_stand_side_by_side(tmp_path):
     assert [text.get_text() for text in reward.legends[0].get_texts()] == [panel.get_title() for panel in panels[:2]]
     assert "missing" not in texts(reward)
     assert len(summary.summary_table(study)) == 2  # tables keep the settings
+
+
+@pytest.mark.parametrize(("count", "rows", "columns", "down", "across"), [(2, 1, 2, 2, 1), (9, 1, 2, 5, 2)])
+def test_settings_stand_beside_each_other_before_a_page_becomes_a_tower(count, rows, columns, down, across):
+    """9 rows of 3.3 inches are more than 1.7 times 2 panels of 5 inches; 5 rows are not for 4 panels of 4.1."""
+    figure, panels = base.blocks(count, rows, columns, width=5.0, sharey="row")
+    assert panels.shape == (count, rows, columns)
+    assert len(figure.axes) == count * rows * columns
+    width, height = figure.get_size_inches()
+    assert height < 2 * width
+    places = [panel.get_subplotspec() for panel in panels[:, 0, 0]]
+    assert [place.rowspan.start for place in places] == [number // across for number in range(count)]
+    assert [place.colspan.start for place in places] == [number % across * columns for number in range(count)]
+    assert places[0].get_gridspec().get_geometry() == (down * rows, across * columns)
+    panels[1, 0, 0].set_ylim(0, 7)
+    assert panels[1, 0, 1].get_ylim() == (0, 7)
+    assert panels[0, 0, 0].get_ylim() != (0, 7)
+
+
+def test_one_range_for_all_blocks_is_shared_by_all_panels():
+    _, panels = base.blocks(9, 2, 3, sharex="all", sharey="row")
+    panels[4, 1, 2].set(xlim=(1, 3), ylim=(0, 7))
+    assert {panel.get_xlim() for panel in panels.flat} == {(1, 3)}
+    assert [panel.get_ylim() == (0, 7) for panel in panels[4].flat] == [False] * 3 + [True] * 3
+
+
+def test_many_settings_are_told_in_reading_order(tmp_path):
+    folder = make_study(tmp_path, "many", arms=["gspo"], seeds=[0], knobs=[{"updates": m} for m in range(1, 8)],
+                        steps=2, updates=2, layers=2)  # fmt: skip
+    figure = figures.draw("changed_layers", store.read_study(folder))
+    width, height = figure.get_size_inches()
+    assert height < 2 * width
+    firsts = [panel for panel in figure.axes if panel.get_title().startswith("by one update")]
+    titles = [panel.get_title().splitlines()[1] for panel in firsts]
+    assert titles == [f"updates={m}" for m in range(1, 8)]
 
 
 def test_a_line_never_resumes_after_a_value_that_is_not_finite():

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.collections import PathCollection
 
 from moe_rl import figures, store
-from moe_rl.figures import _knobs, base
+from moe_rl.figures import _knobs, _looks, base
 
 
 def write_run(results, arm="gspo", seed=0, knobs=None, rewards=(0.5,), updates=(), drift=(), state="finished", **facts):
@@ -39,7 +39,7 @@ def points(line):
 
 def means(axes, arm="gspo"):
     """Of the thick lines in an arm's colour."""
-    color = base.look(arm).color
+    color = _looks.look(arm).color
     return [points(line) for line in axes.lines if line.get_linewidth() > 2 and line.get_color() == color]
 
 

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from moe_rl.figures.base import FORMATS, STYLE, FigureError, Look, page, save
+from moe_rl.figures._looks import Look
+from moe_rl.figures.base import FORMATS, STYLE, FigureError, page, save
 
 LOOKS = {
     "cycle": Look("#000000", "-", "o"),

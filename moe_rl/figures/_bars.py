@@ -11,7 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from moe_rl import stats, summary
-from moe_rl.figures.base import Look, fact, finished
+from moe_rl.figures._looks import Look
+from moe_rl.figures.base import fact, finished
 from moe_rl.store import Study
 
 Array = npt.NDArray[np.float64]

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl import stats, summary
-from moe_rl.figures.base import Look, averaged, finished, look
+from moe_rl.figures._looks import Look, look
+from moe_rl.figures.base import averaged, finished
 from moe_rl.store import Study
 
 BAND_RUNS = 3

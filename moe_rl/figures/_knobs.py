@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 from moe_rl import stats, summary
 from moe_rl.figures._bars import Array
 from moe_rl.figures._curves import BAND_RUNS
-from moe_rl.figures.base import Look
+from moe_rl.figures._looks import Look
 from moe_rl.store import Study
 
 READ_LINES = (

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl import summary
-from moe_rl.figures import _bars, _knobs, base
+from moe_rl.figures import _bars, _knobs, _looks, base
 from moe_rl.measures import run_numbers
 from moe_rl.store import Study
 
@@ -35,13 +35,12 @@ def draw(study: Study) -> Figure | None:
     shown = [name for name in MEASURES if runs[name].notna().any()]
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    figure, axes = base.page(rows * len(scales), columns, width=4.5, height=3.1)
-    for number, scale in enumerate(scales):
-        panels = axes[number * rows : (number + 1) * rows].flat
-        for panel, name in zip(panels, shown, strict=False):
+    figure, axes = base.blocks(len(scales), rows, columns, width=4.5, height=3.1)
+    for panels, scale in zip(axes, scales, strict=True):
+        for panel, name in zip(panels.flat, shown, strict=False):
             for arm in arms:
                 found = [(value, *_bars.run_values(runs, arm, setting, name)) for value, setting in scale.points]
-                _knobs.draw_line(panel, base.look(arm), found)
+                _knobs.draw_line(panel, _looks.look(arm), found)
             title, unit = MEASURES[name]
             panel.set_title(base.titled(title, scale.shared))
             panel.set_ylabel(unit)
@@ -49,7 +48,7 @@ def draw(study: Study) -> Figure | None:
             _knobs.fit_y(panel, from_zero=name != "outcome")
             if name == "slot_change":
                 _noise(panel, runs, scale)
-        _bars.hide_unused(axes[number * rows : (number + 1) * rows], len(shown))
+        _bars.hide_unused(panels, len(shown))
     handles = base.arm_handles(study)
     if runs["noise_floor"].notna().any() and "slot_change" in shown:
         handles.append(Line2D([], [], color="black", linestyle=(0, (1, 1)), linewidth=2, label="noise floor of drift"))

@@ -1,26 +1,29 @@
-"""The look that all figures share: one style per arm, one page layout, one way to save."""
+"""What all figures share: one style, one page layout, one way to save. How an arm looks: _looks.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from PIL import Image
 
 from moe_rl import summary
+from moe_rl.figures import _looks
 from moe_rl.store import DONE, Study
 
 FORMATS = ("png", "svg", "pdf")
+NARROW = 4.1  # inches: the most that a panel is wide where blocks stand beside each other
+TALL = 1.7  # times its width: what the panels of a page may be high before blocks stand beside each other
 COLORS = 128  # of a png: enough for lines and colour maps, and a third of the bytes
 STYLE: Any = {  # rcParams
     "axes.axisbelow": True,
@@ -53,67 +56,40 @@ class FigureError(RuntimeError):
     """A figure that cannot be drawn as asked; the message says what to do."""
 
 
-# --------------------------------------------------------------------------------------------------- one look per arm
-class Look(NamedTuple):
-    """Colour, line style and marker of an arm. Any one of the three is enough to tell the known arms apart."""
-
-    color: str
-    line: Any
-    marker: str
-
-
-# Red, yellow and blue of Paul Tol's high-contrast scheme, the yellow darkened for thin lines: safe for colour-blind
-# readers, and three clearly different greys in print.
-KNOWN = {
-    "grpo": Look("#BB5566", "-", "o"),
-    "grpo_routing_replay": Look("#D39A16", (0, (5, 1.6)), "s"),
-    "gspo": Look("#004488", (0, (6, 1.5, 1.2, 1.5)), "^"),
-}
-FIELD = {  # the other arms of conf/arm
-    "gspo_token": Look("#44AA99", (0, (1.2, 1.2)), "v"),
-    "dapo": Look("#882255", (0, (3, 1.2)), "D"),
-    "cispo": Look("#117733", (0, (7, 2)), "P"),
-    "sapo": Look("#AA4499", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "*"),
-    "gmpo": Look("#555555", (0, (2, 1, 1, 1)), "8"),
-    "dr_grpo": Look("#332288", (0, (1.2, 1.2)), "p"),
-    "minirl": Look("#661100", (0, (3, 1.2)), "h"),
-    "rloo": Look("#999933", (0, (7, 2)), "<"),
-    "grpo_r3": Look("#EE7733", (0, (2, 1, 1, 1)), "d"),
-    "grpo_shuffled_replay": Look("#BBAA88", (0, (1.2, 1.2)), "H"),
-    "grpo_thresholded_replay": Look("#A65628", (0, (7, 2)), "$R$"),
-    "grpo_sticky_replay": Look("#C2571A", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$Y$"),
-    "grpo_engine_logprobs": Look("#6F4C9B", (0, (3, 1.2)), "$E$"),
-    "gspo_engine_logprobs": Look("#1B7F79", (0, (3, 1.2)), "$G$"),
-    "grpo_tis": Look("#EE99AA", (0, (7, 2)), "$T$"),
-    "grpo_icepop": Look("#994455", (0, (2, 1, 1, 1)), "$I$"),
-    "grpo_sequence_mask": Look("#997700", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$M$"),
-    "grpo_kl": Look("#0E7490", (0, (1.2, 1.2)), "$K$"),
-    "gmpo_rspo": Look("#7F7F00", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), "$S$"),
-    "ppo": Look("#C2185B", (0, (3, 1.2)), "$P$"),
-    "gspo_routing_replay": Look("#6699CC", (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)), ">"),
-}
-SPARE_COLORS = ("#0077BB", "#994F00", "#7A7ACD", "#228833", "#CC6677", "#222222")
-SPARE_LINES = ((0, (1.2, 1.2)), (0, (3, 1.2)), (0, (7, 2)), (0, (5, 1.2, 1.2, 1.2, 1.2, 1.2)))
-SPARE_MARKERS = ("<", ">", "p", "h", "d")  # X marks a divergence
-
-
-def look(arm: str) -> Look:
-    """An arm's look. It depends on the name alone, so an arm looks the same in every figure of every study."""
-    if arm in KNOWN or arm in FIELD:
-        return KNOWN.get(arm) or FIELD[arm]
-    digest = hashlib.sha256(arm.encode()).digest()
-    return Look(
-        SPARE_COLORS[digest[0] % len(SPARE_COLORS)],
-        SPARE_LINES[digest[1] % len(SPARE_LINES)],
-        SPARE_MARKERS[digest[2] % len(SPARE_MARKERS)],
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------- page
 def page(rows: int, columns: int, width: float = 4.1, height: float = 3.3, **subplots: Any) -> tuple[Figure, Any]:
     """A figure with rows x columns panels and its [rows, columns] axes; sizes in inches a panel."""
     figure = Figure(figsize=(max(7.2, columns * width), rows * height + 0.4), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **subplots)
+
+
+def blocks(
+    count: int, rows: int, columns: int, width: float = 4.1, height: float = 3.3, *, sharex: str = "", sharey: str = ""
+) -> tuple[Figure, Any]:
+    """A page of `count` blocks, one a knob setting, of rows x columns panels; returns its [count, rows, columns] axes.
+
+    Blocks stand below each other, and beside each other where the page would be taller than TALL times its width.
+    sharex, sharey: 'row' for one range in each row of a block, 'all' for one in all panels, '' for a range each.
+    """
+    across = 1
+    while across < count and -(-count // across) * rows * height > TALL * across * columns * width:
+        across += 1
+    down = -(-count // across)
+    figure, grid = page(down * rows, across * columns, width if across == 1 else min(width, NARROW), height)
+    panels = grid.reshape(down, rows, across, columns).swapaxes(1, 2).reshape(down * across, rows, columns)
+    for spare in panels[count:].flat:
+        spare.remove()
+    panels = panels[:count]
+    for how, share in ((sharex, Axes.sharex), (sharey, Axes.sharey)):
+        for row in panels.reshape(count * rows, columns) if how else ():
+            first = panels[0, 0, 0] if how == "all" else row[0]
+            for panel in row:
+                if panel is not first:
+                    share(panel, first)
+    if sharey:
+        for panel in panels[:, :, 1:].flat:
+            panel.tick_params(labelleft=False)
+    return figure, panels
 
 
 def finish(figure: Figure, study: Study, title: str, explanation: str, handles: Sequence[Any] = ()) -> Figure:
@@ -231,7 +207,7 @@ def arm_handles(study: Study) -> list[Line2D]:
     """Legend entries, one an arm, with the number of seeds."""
     knobs, handles = summary.knobs_of(study), []
     for arm in summary.arms_of(study):
-        style, label = look(arm), named(study, arm, knobs)
+        style, label = _looks.look(arm), named(study, arm, knobs)
         handles.append(
             Line2D(
                 [],
@@ -269,6 +245,11 @@ def rows_of(study: Study, table: pd.DataFrame, arm: str, knobs: str) -> pd.DataF
     steps = rows["step"].astype(int)
     rows["updates"] = (steps - 1) * per_step + rows["update"].astype(int) if "update" in rows else steps * per_step
     return rows
+
+
+def at_step_ends(study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> pd.DataFrame:
+    """An arm's rows at a setting with `updates` = step · M, whatever update of the step they are of."""
+    return rows.assign(updates=rows["step"].astype(int) * fact(study, arm, knobs, "updates_per_step"))
 
 
 def measured(table: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -10,20 +10,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl import stats, summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.figures._bars import SPANS
 from moe_rl.store import Study
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: since the previous update, since the start of the batch."""
+    """A block a knob setting. Columns: since the previous update, since the start of the batch."""
     drift = study.drift[study.drift["tokens"] == "rollout"]
     if drift.empty:
         return None
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), len(SPANS), width=5.6, sharey=True)
-    for row, setting in enumerate(knobs):
-        for panel, (span, title) in zip(axes[row], SPANS.items(), strict=True):
+    figure, axes = base.blocks(len(knobs), 1, len(SPANS), width=5.6, sharey="all")
+    for panels, setting in zip(axes[:, 0], knobs, strict=True):
+        for panel, (span, title) in zip(panels, SPANS.items(), strict=True):
             for arm in arms:
                 _steps(panel, study, _bars.spanned(study, drift, arm, setting, span), arm, setting)
             panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
@@ -43,7 +43,7 @@ def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -
     groups = _bars.run_lists(study, rows, arm, knobs, "changed_layers")
     if not groups:
         return
-    style = base.look(arm)
+    style = _looks.look(arm)
     good = np.cumsum([values for values, _ in groups], axis=0)
     bad = np.cumsum([values for _, values in groups], axis=0)
     layers = np.arange(len(groups))

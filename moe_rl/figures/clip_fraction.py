@@ -6,7 +6,7 @@ Mean over all gradient updates of a run, then over runs; a token counts as clipp
 from matplotlib.figure import Figure
 
 from moe_rl import summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.store import Study
 
 MANY = 5  # arms, from which on their names do not fit beside each other
@@ -24,9 +24,10 @@ def draw(study: Study) -> Figure | None:
     floor = _bars.log_floor(bars.values())
     for panel, setting in zip(axes.flat, knobs, strict=False):
         for place, arm in enumerate(arms):
-            _bars.draw_bar(panel, place, 0.62, base.look(arm), bars[arm, setting], floor)
+            _bars.draw_bar(panel, place, 0.62, _looks.look(arm), bars[arm, setting], floor)
         panel.set_yscale("log")
         panel.set_ylim(floor, 1.5)
+        panel.set_xlim(-0.6, len(arms) - 0.4)
         panel.set_xticks(range(len(arms)), arms if many else [_bars.two_lines(arm) for arm in arms])
         if many:
             panel.tick_params(axis="x", labelrotation=35)

@@ -12,13 +12,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl import summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.figures._bars import SPANS
 from moe_rl.store import Study
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: since the previous update, since the start of the batch."""
+    """A block a knob setting. Columns: since the previous update, since the start of the batch."""
     drift = study.drift[study.drift["tokens"] == "rollout"]
     if drift.empty:
         return None
@@ -32,14 +32,14 @@ def draw(study: Study) -> Figure | None:
         for span in SPANS
     }
     floor = _bars.log_floor(group for found in shares.values() for group in found)
-    figure, axes = base.page(len(knobs), len(SPANS), width=5.6, sharey=True)
-    for row, setting in enumerate(knobs):
-        for panel, (span, title) in zip(axes[row], SPANS.items(), strict=True):
+    figure, axes = base.blocks(len(knobs), 1, len(SPANS), width=5.6, sharey="all")
+    for panels, setting in zip(axes[:, 0], knobs, strict=True):
+        for panel, (span, title) in zip(panels, SPANS.items(), strict=True):
             width = 0.8 / len(arms)
             for number, arm in enumerate(arms):
                 shift = (number - (len(arms) - 1) / 2) * width
                 for d, group in enumerate(shares[arm, setting, span]):
-                    _bars.draw_bar(panel, d + shift, 0.9 * width, base.look(arm), group, floor)
+                    _bars.draw_bar(panel, d + shift, 0.9 * width, _looks.look(arm), group, floor)
             _unrelated(panel, study, arms, setting)
             panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
             panel.set_yscale("log")

@@ -11,33 +11,33 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl import stats, summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.store import Study
 
 KINDS = {"log_w_unflipped": "none", "log_w_flipped": "some"}
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Left: tokens without and with changed layers; right: by the number of changed layers."""
+    """A block a knob setting. Left: tokens without and with changed layers; right: by the number of changed layers."""
     drift = base.measured(study.drift[study.drift["tokens"] == "rollout"], "log_w_by_changed_layers")
     if drift.empty:
         return None
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), 2, width=5.6)
-    for row, setting in enumerate(knobs):
+    figure, axes = base.blocks(len(knobs), 1, 2, width=5.6)
+    for panels, setting in zip(axes[:, 0], knobs, strict=True):
         for number, arm in enumerate(arms):
             rows = _bars.spanned(study, drift, arm, setting, "old")
-            _bars_of(axes[row, 0], study, rows, arm, setting, number, len(arms))
-            _line_of(axes[row, 1], study, rows, arm, setting)
+            _bars_of(panels[0], study, rows, arm, setting, number, len(arms))
+            _line_of(panels[1], study, rows, arm, setting)
         label = summary.knob_label(setting, knobs)
-        axes[row, 0].set_xticks(range(len(KINDS)), list(KINDS.values()))
-        axes[row, 0].grid(False, axis="x")
-        for panel, title in zip(axes[row], ("without and with changed layers", "by changed layers"), strict=True):
+        panels[0].set_xticks(range(len(KINDS)), list(KINDS.values()))
+        panels[0].grid(False, axis="x")
+        for panel, title in zip(panels, ("without and with changed layers", "by changed layers"), strict=True):
             panel.set_title(base.titled(title, label))
             panel.set_xlabel("changed layers of the predicting position (of L)")
             panel.set_ylabel("mean |log w| (nats)")
             panel.set_ylim(bottom=0)
-        axes[row, 1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        panels[1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
     text = (
         "Mean over response tokens of the step's rollouts and over measured steps. Bars and lines: mean over finished "
         "seeds; vertical: 95 % t interval over seeds; points: single seeds (X: diverged, in no mean). Numbers of "
@@ -53,7 +53,7 @@ def _bars_of(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str,
     for place, name in enumerate(KINDS):
         group = _bars.by_state(study, rows, arm, knobs, name)
         shift = (number - (arms - 1) / 2) * width
-        _bars.draw_bar(axes, place + shift, 0.9 * width, base.look(arm), group, 0.0)
+        _bars.draw_bar(axes, place + shift, 0.9 * width, _looks.look(arm), group, 0.0)
 
 
 def _line_of(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:
@@ -69,7 +69,7 @@ def _line_of(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str)
             mean = stats.mean_interval(values)
             found.append((number, mean.value, mean.low, mean.high))
     layers, means, low, high = zip(*found, strict=True)
-    style = base.look(arm)
+    style = _looks.look(arm)
     axes.plot(layers, means, color=style.color, linestyle=style.line, marker=style.marker, linewidth=2.2, markersize=6)
     axes.fill_between(layers, low, high, color=style.color, alpha=0.13, linewidth=0)
 

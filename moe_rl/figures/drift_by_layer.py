@@ -16,21 +16,21 @@ from moe_rl.store import Study
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: arms. One colour scale for all."""
+    """A block a knob setting. Columns: arms. One colour scale for all."""
     drift = study.drift[(study.drift["tokens"] == "rollout") & (study.drift["reference"] == "previous")]
     if drift.empty:
         return None
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
     maps = {(arm, setting): _map(study, drift, arm, setting) for arm in arms for setting in knobs}
     top = max((float(part.to_numpy().max()) for part, _ in maps.values() if part.size), default=0.0) or 1e-9
-    figure, axes = base.page(len(knobs), len(arms), sharex="row")
+    figure, axes = base.blocks(len(knobs), 1, len(arms), sharex="row")
     mesh = None
     for row, setting in enumerate(knobs):
         for column, arm in enumerate(arms):
-            mesh = _panel(axes[row, column], *maps[arm, setting], top) or mesh
-            axes[row, column].set_title(base.panel_title(study, arm, setting))
-            axes[row, column].set_xlabel("step (rollout batches)")
-            axes[row, column].set_ylabel("MoE layer (1 = nearest the input)" if column == 0 else "")
+            mesh = _panel(axes[row, 0, column], *maps[arm, setting], top) or mesh
+            axes[row, 0, column].set_title(base.panel_title(study, arm, setting))
+            axes[row, 0, column].set_xlabel("step (rollout batches)")
+            axes[row, 0, column].set_ylabel("MoE layer (1 = nearest the input)" if column == 0 else "")
     if mesh is not None:
         figure.colorbar(mesh, ax=axes, label="slot change by one update\n(share of expert slots)", aspect=25, pad=0.015)
     text = (

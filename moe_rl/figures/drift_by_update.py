@@ -22,25 +22,25 @@ DASHED = (0, (4, 1.5))
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: arms."""
+    """A block a knob setting. Columns: arms."""
     drift = study.drift[study.drift["tokens"] == "rollout"].copy()
     if drift.empty:
         return None
     drift["share"] = [float(np.mean(layers)) for layers in drift["slot_change"]]
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
     indices = sorted(int(u) for u in drift["update"].unique())
-    figure, axes = base.page(len(knobs), len(arms), sharex="row", sharey=True)
+    figure, axes = base.blocks(len(knobs), 1, len(arms), sharex="row", sharey="all")
     for row, setting in enumerate(knobs):
         for column, arm in enumerate(arms):
             rows = base.rows_of(study, drift, arm, setting)
-            _panel(axes[row, column], study, arm, setting, rows, indices)
-            axes[row, column].set_ylabel("slot change (share of expert slots)" if column == 0 else "")
+            _panel(axes[row, 0, column], study, arm, setting, rows, indices)
+            axes[row, 0, column].set_ylabel("slot change (share of expert slots)" if column == 0 else "")
     _curves.fit_to_lines(axes.flat)
     for panel in axes.flat:
         panel.set_ylim(bottom=0)
     for column, arm in enumerate(arms):
         for row, setting in enumerate(knobs):
-            _baseline(axes[row, column], study, arm, setting)
+            _baseline(axes[row, 0, column], study, arm, setting)
     handles = [Line2D([], [], color=_color(u, indices), linewidth=2.2, label=f"u = {u}") for u in indices]
     handles.append(Line2D([], [], color="black", linestyle=DASHED, linewidth=2.4, label="one update"))
     text = (

@@ -7,7 +7,7 @@ sampled; and, where the sampling engine differs from the trainer, of c = old pol
 from matplotlib.figure import Figure
 
 from moe_rl import summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.store import Study
 
 SHARES = {
@@ -19,7 +19,7 @@ SHARES = {
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: the two bounds, for the policies and, if any token leaves them, the engines."""
+    """A block a knob setting. Columns: the two bounds, for the policies and, if any token leaves them, the engines."""
     if study.updates["f2"].isna().all():
         return None
     engines_differ = bool((study.steps["mismatch_f2"].astype(float) > 0).any())
@@ -29,18 +29,19 @@ def draw(study: Study) -> Figure | None:
         (arm, setting, name): _shares(study, arm, setting, name) for arm in arms for setting in knobs for name in shown
     }
     floor = _bars.log_floor(bars.values())
-    figure, axes = base.page(len(knobs), len(shown), width=5.2 if len(shown) == 2 else 4.2, sharey=True)
-    for row, setting in enumerate(knobs):
-        for panel, name in zip(axes[row], shown, strict=True):
+    figure, axes = base.blocks(len(knobs), 1, len(shown), width=5.2 if len(shown) == 2 else 4.2, sharey="all")
+    for panels, setting in zip(axes[:, 0], knobs, strict=True):
+        for panel, name in zip(panels, shown, strict=True):
             for place, arm in enumerate(arms):
-                _bars.draw_bar(panel, place, 0.62, base.look(arm), bars[arm, setting, name], floor)
+                _bars.draw_bar(panel, place, 0.62, _looks.look(arm), bars[arm, setting, name], floor)
             panel.set_yscale("log")
             panel.set_ylim(floor, 1.5)
+            panel.set_xlim(-0.6, len(arms) - 0.4)
             panel.set_xticks(range(len(arms)), [_bars.two_lines(arm) for arm in arms])
             panel.set_xlabel("arm")
             panel.set_title(base.titled(SHARES[name], summary.knob_label(setting, knobs)))
             panel.grid(False, axis="x")
-        axes[row, 0].set_ylabel("F(tau) (share of tokens)")
+        panels[0].set_ylabel("F(tau) (share of tokens)")
     text = "Policies: w = new / old policy, at u = M. Engines: c = old policy / sampler. "
     title = "Tokens whose importance ratio leaves [1/tau, tau]"
     return base.finish(figure, study, title, text + _bars.READ_BARS, base.arm_handles(study))

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moe_rl import measures, stats, summary
-from moe_rl.figures import _bars, base
+from moe_rl.figures import _bars, _looks, base
 from moe_rl.store import Study
 
 ROW = 0.34  # inches an arm
@@ -51,7 +51,7 @@ def draw(study: Study) -> Figure | None:
 
 
 def _row(panel: Axes, place: int, arm: str, values: np.ndarray, diverged: np.ndarray) -> None:
-    look, mean = base.look(arm), stats.mean_interval(values)
+    look, mean = _looks.look(arm), stats.mean_interval(values)
     if mean.n > 1:
         panel.hlines(place, mean.low, mean.high, color=look.color, linewidth=3, alpha=0.55, zorder=2)
     for chosen, marker in ((~diverged, look.marker), (diverged, "X")):

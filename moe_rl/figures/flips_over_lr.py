@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from moe_rl import stats, summary
 from moe_rl.figures import _bars, _knobs, base
 from moe_rl.figures._bars import Array
-from moe_rl.figures.base import Look
+from moe_rl.figures._looks import Look
 from moe_rl.store import Study
 
 KNOB = "optim.lr"
@@ -26,17 +26,16 @@ Points = list[tuple[float, Array, Array]]
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: the two terms and slot change, for every setting of other knobs. Columns: arms."""
+    """A block a setting of the other knobs. Rows: the two terms and slot change. Columns: arms."""
     drift = base.measured(study.drift[study.drift["tokens"] == "rollout"], "flip_rms")
     if drift.empty or KNOB not in _knobs.numeric_knobs(study):
         return None
     drift = drift.assign(slot_change=[float(np.mean(layers)) for layers in drift["slot_change"]])
     arms, scales = summary.arms_of(study), _knobs.scales(study, KNOB)
-    figure, axes = base.page(2 * len(scales), len(arms), width=4.4, height=3.4, sharey="row")
-    for number, scale in enumerate(scales):
+    figure, axes = base.blocks(len(scales), 2, len(arms), width=4.4, height=3.4, sharey="row")
+    for block, scale in zip(axes, scales, strict=True):
         for column, arm in enumerate(arms):
-            for row, kinds in enumerate((TERMS, SLOTS), start=2 * number):
-                panel = axes[row, column]
+            for panel, kinds in zip(block[:, column], (TERMS, SLOTS), strict=True):
                 settings = [setting for _, setting in scale.points]
                 panel.set_title(base.titled(f"{arm} ({base.counts(study, arm, settings)})", scale.shared))
                 for name, (_, look) in kinds.items():
@@ -44,12 +43,12 @@ def draw(study: Study) -> Figure | None:
                 _knobs.set_scale(panel, f"{KNOB}, learning rate", [value for value, _ in scale.points])
                 panel.set_yscale("log")
                 panel.legend(loc="upper left", fontsize=10.5, handlelength=2.2, title="slope b", alignment="left")
-        for row in (2 * number, 2 * number + 1):
-            low, high = _knobs.drawn_span(axes[row])
+        for panels in block:
+            low, high = _knobs.drawn_span(panels)
             if low:  # all terms rise with the learning rate: room for the legend on the left
-                axes[row, 0].set_ylim(low / 2, 2 * high * (high / low) ** 0.35)
-        axes[2 * number, 0].set_ylabel("root mean square (nats)")
-        axes[2 * number + 1, 0].set_ylabel("slot change over a batch\n(share of expert slots)")
+                panels[0].set_ylim(low / 2, 2 * high * (high / low) ** 0.35)
+        block[0, 0].set_ylabel("root mean square (nats)")
+        block[1, 0].set_ylabel("slot change over a batch\n(share of expert slots)")
     handles = [
         Line2D([], [], color=look.color, linestyle=look.line, marker=look.marker, linewidth=2.2, label=label)
         for label, look in (TERMS | SLOTS).values()

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl import summary
-from moe_rl.figures import _curves, base
-from moe_rl.figures.base import Look
+from moe_rl.figures import _curves, _looks, base
+from moe_rl.figures._looks import Look
 from moe_rl.store import Study
 
 KINDS = {  # label, and the look in black
@@ -22,19 +22,19 @@ KINDS = {  # label, and the look in black
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: arms."""
+    """A block a knob setting. Columns: arms."""
     drift = study.drift[(study.drift["tokens"] == "rollout") & (study.drift["reference"] == "previous")]
     drift = base.measured(drift, "margin")
     if drift.empty:
         return None
     drift = drift.assign(**{name: [_mean(layers) for layers in drift[name]] for name in KINDS})
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), len(arms), sharex="row", sharey=True)
+    figure, axes = base.blocks(len(knobs), 1, len(arms), sharex="row", sharey="all")
     for row, setting in enumerate(knobs):
         for column, arm in enumerate(arms):
-            _panel(axes[row, column], study, base.rows_of(study, drift, arm, setting), arm, setting)
-            axes[row, column].set_yscale("log")
-            axes[row, column].set_ylabel("margin s_(K) - s_(K+1)\n(unit of the scores)" if column == 0 else "")
+            _panel(axes[row, 0, column], study, base.rows_of(study, drift, arm, setting), arm, setting)
+            axes[row, 0, column].set_yscale("log")
+            axes[row, 0, column].set_ylabel("margin s_(K) - s_(K+1)\n(unit of the scores)" if column == 0 else "")
     handles = [
         Line2D([], [], color=look.color, linestyle=look.line, marker=look.marker, linewidth=2.4, label=label)
         for label, look in KINDS.values()
@@ -51,9 +51,9 @@ def _mean(layers: list[float]) -> float:
 
 
 def _panel(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:
-    rows = rows.assign(updates=rows["step"].astype(int) * base.fact(study, arm, knobs, "updates_per_step"))
+    rows = base.at_step_ends(study, rows, arm, knobs)
     for name, (_, look) in KINDS.items():
         by_seed = _curves.curves(rows.dropna(subset=[name]), "updates", name)
-        _curves.draw_arm(axes, study, arm, knobs, by_seed, look._replace(color=base.look(arm).color))
+        _curves.draw_arm(axes, study, arm, knobs, by_seed, look._replace(color=_looks.look(arm).color))
     axes.set_title(base.panel_title(study, arm, knobs))
     axes.set_xlabel("gradient updates (step · M)")

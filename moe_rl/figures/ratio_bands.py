@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_rl import summary
-from moe_rl.figures import _curves, base
+from moe_rl.figures import _curves, _looks, base
 from moe_rl.store import QUANTILES, Study
 
 RATIOS = {"log_w_q": "log w, tokens\n(nats)", "log_s_q": "log s, sequences\n(nats a token)"}
@@ -20,21 +20,21 @@ BANDS = ((0, 6, 0.18), (1, 5, 0.3), (2, 4, 0.55))
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: log w and log s of every knob setting. Columns: arms."""
+    """A block a knob setting. Rows: log w and log s. Columns: arms."""
     updates = study.updates[study.updates["log_w_q"].map(lambda q: isinstance(q, list))]
     if updates.empty:
         return None
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(2 * len(knobs), len(arms), height=2.6, sharex=True, sharey="row")
-    for number, setting in enumerate(knobs):
-        for row, (name, label) in enumerate(RATIOS.items(), start=2 * number):
-            tops = [_panel(axes[row, column], study, updates, arm, setting, name) for column, arm in enumerate(arms)]
-            _scale(axes[row], [top for top in tops if top.size])
-            axes[row, 0].set_ylabel(label)
+    figure, axes = base.blocks(len(knobs), 2, len(arms), height=2.6, sharex="all", sharey="row")
+    for block, setting in zip(axes, knobs, strict=True):
+        for panels, (name, label) in zip(block, RATIOS.items(), strict=True):
+            tops = [_panel(panels[column], study, updates, arm, setting, name) for column, arm in enumerate(arms)]
+            _scale(panels, [top for top in tops if top.size])
+            panels[0].set_ylabel(label)
         for column, arm in enumerate(arms):
-            axes[2 * number, column].set_title(base.panel_title(study, arm, setting))
-            axes[2 * number + 1, column].set_xlabel("gradient updates (step · M)")
-            axes[2 * number + 1, column].tick_params(labelbottom=True)
+            block[0, column].set_title(base.panel_title(study, arm, setting))
+            block[0, column].tick_params(labelbottom=False)
+            block[1, column].set_xlabel("gradient updates (step · M)")
     handles: list[Patch | Line2D] = [
         Patch(color="#444444", alpha=alpha, linewidth=0, label=f"{QUANTILES[low]:g} to {QUANTILES[high]:g}")
         for low, high, alpha in BANDS
@@ -53,7 +53,7 @@ def _panel(axes: Axes, study: Study, updates: pd.DataFrame, arm: str, knobs: str
     """Draws; returns the outermost quantiles' size, for the scale."""
     rows = base.rows_of(study, updates, arm, knobs)
     rows = rows[rows["update"] == base.fact(study, arm, knobs, "updates_per_step")]
-    color, parts = base.look(arm).color, []
+    color, parts = _looks.look(arm).color, []
     for place in range(len(QUANTILES)):
         by_seed = _curves.curves(rows.assign(q=[quantiles[place] for quantiles in rows[name]]), "updates", "q")
         parts.append(_curves.mean_parts(by_seed, study, arm, knobs))

@@ -14,16 +14,15 @@ from moe_rl.store import Study
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Over a batch of M updates."""
+    """A panel a knob setting. Over a batch of M updates."""
     drift = base.measured(study.drift[study.drift["tokens"] == "rollout"], "replay_gap")
     if drift.empty:
         return None
     knobs = summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), 1, width=8.0)
-    for panel, setting in zip(axes[:, 0], knobs, strict=True):
+    figure, axes = base.blocks(len(knobs), 1, 1, width=8.0)
+    for panel, setting in zip(axes.flat, knobs, strict=True):
         for arm in summary.arms_of(study):
-            rows = _bars.spanned(study, drift, arm, setting, "old")
-            rows = rows.assign(updates=rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step"))
+            rows = base.at_step_ends(study, _bars.spanned(study, drift, arm, setting, "old"), arm, setting)
             _curves.draw_arm(panel, study, arm, setting, _curves.curves(rows, "updates", "replay_gap", sparse=True))
         panel.axhline(0, color="black", linewidth=1)
         panel.set_title(base.titled(SPANS["old"], summary.knob_label(setting, knobs)))

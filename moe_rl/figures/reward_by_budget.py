@@ -18,16 +18,16 @@ POINTS = 40
 
 
 def draw(study: Study) -> Figure | None:
-    """One row a knob setting, one column a budget."""
+    """A block a knob setting, one column a budget."""
     measure = summary.reward_measure(study)
     if study.steps[measure].dropna().empty:
         return None
     numbers, knobs, arms = run_numbers(study), summary.knobs_of(study), summary.arms_of(study)
-    figure, axes = base.page(len(knobs), len(BUDGETS), width=4.4, sharey="row")
+    figure, axes = base.blocks(len(knobs), 1, len(BUDGETS), width=4.4, sharey="row")
     for column, (budget, told) in enumerate(BUDGETS.items()):
         curves = reward_curves(study, numbers, budget)
         for row, setting in enumerate(knobs):
-            panel = axes[row, column]
+            panel = axes[row, 0, column]
             for arm in arms:
                 runs = numbers[(numbers["arm"] == arm) & (numbers["knobs"] == setting)]
                 chosen = {int(runs["seed"][i]): curves[i] for i in runs.index if i in curves}
@@ -37,7 +37,7 @@ def draw(study: Study) -> Figure | None:
             panel.set_xlabel(told)
             panel.set_ylabel(measure.replace("_", " ") if column == 0 else "")
     for panels in axes:
-        _curves.fit_to_lines(panels)
+        _curves.fit_to_lines(panels.flat)
     return base.finish(figure, study, "Reward against its cost", _curves.READ_CURVES, base.arm_handles(study))
 
 

@@ -20,7 +20,7 @@ MEASURES = {
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: knob settings. Columns: the measures that the study has."""
+    """A block a knob setting. Columns: the measures that the study has."""
     drift = base.measured(study.drift[study.drift["reference"] == "old"], "max_violation")
     if drift.empty:
         return None
@@ -29,9 +29,9 @@ def draw(study: Study) -> Figure | None:
     shown = {name: how for name, how in MEASURES.items() if len(base.measured(drift, name))}
     drift = drift.assign(**{name: [float(np.mean(layers)) for layers in drift[name]] for name in shown})
     arms, knobs = summary.arms_of(study), summary.knobs_of(study)
-    figure, axes = base.page(len(knobs), len(shown), width=4.6)
-    for row, setting in enumerate(knobs):
-        for panel, (name, (title, unit)) in zip(axes[row], shown.items(), strict=True):
+    figure, axes = base.blocks(len(knobs), 1, len(shown), width=4.6)
+    for panels, setting in zip(axes[:, 0], knobs, strict=True):
+        for panel, (name, (title, unit)) in zip(panels, shown.items(), strict=True):
             for arm in arms:
                 rows = base.rows_of(study, _bars.spanned(study, drift, arm, setting, "old"), arm, setting)
                 if name == "dead_experts":

@@ -4,6 +4,8 @@ Of the softmax of the router logits, on the step's rollouts, replay off; KL and 
 Router shift ratio: exp(-mean over layers and old experts of |change of log p|), mean over tokens; 1 is no change.
 """
 
+import itertools
+
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -20,20 +22,17 @@ MEASURES = {
 
 
 def draw(study: Study) -> Figure | None:
-    """Rows: by one update and over a batch, for every knob setting. Columns: the three measures."""
+    """A block a knob setting. Rows: by one update and over a batch. Columns: the three measures."""
     drift = base.measured(study.drift[study.drift["tokens"] == "rollout"], "kl")
     if drift.empty:
         return None
     drift = drift.assign(**{name: [float(np.mean(layers)) for layers in drift[name]] for name in MEASURES})
     knobs = summary.knobs_of(study)
-    figure, axes = base.page(len(knobs) * len(SPANS), len(MEASURES), width=4.4, height=2.7)
-    for row, (setting, span) in enumerate((setting, span) for setting in knobs for span in SPANS):
-        for panel, (name, (title, unit)) in zip(axes[row], MEASURES.items(), strict=True):
+    figure, axes = base.blocks(len(knobs), len(SPANS), len(MEASURES), width=4.4, height=2.7)
+    for panels, (setting, span) in zip(axes.reshape(-1, len(MEASURES)), itertools.product(knobs, SPANS), strict=True):
+        for panel, (name, (title, unit)) in zip(panels, MEASURES.items(), strict=True):
             for arm in summary.arms_of(study):
-                rows = _bars.spanned(study, base.rows_of(study, drift, arm, setting), arm, setting, span)
-                rows = rows.assign(
-                    updates=rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step")
-                )
+                rows = base.at_step_ends(study, _bars.spanned(study, drift, arm, setting, span), arm, setting)
                 _curves.draw_arm(panel, study, arm, setting, _curves.curves(rows, "updates", name))
             label = summary.knob_label(setting, knobs)
             panel.set_title(base.titled(title, f"{SPANS[span]}, {label}" if label else SPANS[span]))

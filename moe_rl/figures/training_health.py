@@ -21,21 +21,19 @@ LOGARITHMIC = ("grad_norm", "k3")
 
 
 def draw(study: Study) -> Figure | None:
-    """Two by two panels; with several knob settings a row each."""
+    """A block of two by two panels a knob setting."""
     tables = {name: study.updates if name in LOGARITHMIC else study.steps for name in MEASURES}
     if all(table[name].dropna().empty for name, table in tables.items()):
         return None
     knobs = summary.knobs_of(study)
-    shape = (2, 2) if len(knobs) == 1 else (len(knobs), len(MEASURES))
-    figure, axes = base.page(*shape, width=5.2 if len(knobs) == 1 else 4.1, height=2.9)
+    figure, axes = base.blocks(len(knobs), 2, 2, width=5.2 if len(knobs) == 1 else 4.1, height=2.9)
     panels = iter(axes.flat)
     for setting in knobs:
         for name, (title, unit) in MEASURES.items():
             panel, drawn = next(panels), []
             for arm in summary.arms_of(study):
                 rows = base.rows_of(study, tables[name], arm, setting)
-                rows = rows[rows["step"] > 0].copy()  # the start has an evaluation and nothing else
-                rows["updates"] = rows["step"].astype(int) * base.fact(study, arm, setting, "updates_per_step")
+                rows = base.at_step_ends(study, rows[rows["step"] > 0], arm, setting)  # the start is evaluated only
                 by_seed = _curves.curves(rows, "updates", name)
                 _curves.draw_arm(panel, study, arm, setting, by_seed)
                 drawn += [values.to_numpy(dtype=float) for values in by_seed.values()]
