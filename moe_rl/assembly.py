@@ -64,6 +64,16 @@ def build_policy(
     return prepared(e, model), tokenizer, warmth
 
 
+def require_device(name: str) -> None:
+    """ConfigError for a device that this machine does not have; the one that a sweep is launched from need not."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = str(error).splitlines()[0][:120]
+        told = f"launch.device is {name!r}, which cannot be used here ({reason}); set launch.device=cpu"
+        raise ConfigError(told) from error
+
+
 def prepared(e: Experiment, model: PreTrainedModel) -> PreTrainedModel:
     """`model` where and how it is trained."""
     model.to(e.launch.device)

@@ -69,9 +69,10 @@ OmegaConf.register_new_resolver("moe_rl_manual", help_text, replace=True)
 
 def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
     """Train the run that `config` describes, unless it is finished. varied: the settings that name its folder."""
-    from moe_rl import loop
+    from moe_rl import assembly, loop
 
     experiment = settings.build(config)
+    assembly.require_device(experiment.launch.device)
     folder = run_folder(config.launch.results_dir, experiment.study_name, experiment.arm.label, varied, experiment.seed)
     show = print_step if config.launch.progress else lambda row: None
     identity = settings.identity(config)

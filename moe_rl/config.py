@@ -30,6 +30,12 @@ from moe_rl.tasks.base import Task
 
 PARTS = {"schema", "tiny", "from_checkpoint"}  # what options are made of, none themselves
 ASIDE = ("launch", "logger")  # groups that no result depends on
+KINDS: dict[str, Any] = {  # what a group makes, where there is a choice of classes
+    "model": Tiny | Checkpoint,
+    "router": Router,
+    "task": Task,
+    "engine": Engine,
+}
 SETTINGS = {
     "optim": Optim,
     "drift": DriftSettings,
@@ -122,20 +128,20 @@ def build(config: DictConfig) -> Experiment:
         if key not in config or OmegaConf.is_missing(config, key):
             raise ConfigError(f"{key} was taken out and is needed; leave out ~{key}")
     values = {str(key): value for key, value in config.items() if key not in ("arm", "lr_of_arm", *ASIDE)}
-    for group in ("model", "router", "task", "engine", *SETTINGS):
-        values[group] = _instantiate(group, config[group])
+    for group, kind in {**KINDS, **SETTINGS}.items():
+        values[group] = _instantiate(group, config[group], kind)
     experiment = Experiment(
         **values,
         arm=_build_arm(config.arm),
         launch=Launch(**{str(key): value for key, value in config.launch.items()}),
-        logger=None if config.logger is None else _instantiate("logger", config.logger),
+        logger=None if config.logger is None else _instantiate("logger", config.logger, Logger),
     )
     check(experiment)
     return experiment
 
 
 def _build_arm(node: DictConfig) -> Arm:
-    policy_loss = _instantiate("arm.policy_loss", node.policy_loss)
+    policy_loss = _instantiate("arm.policy_loss", node.policy_loss, PolicyLoss)
     with settings_of("arm"):
         numbers = {name: node[f"correction_{name}"] for name in ("cap", "low", "high")}
         return Arm(
@@ -171,12 +177,17 @@ def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
     return build(config)
 
 
-def _instantiate(name: str, node: DictConfig) -> Any:
+def _instantiate(name: str, node: DictConfig, kind: Any) -> Any:
     try:
-        return instantiate(node, _convert_="all")
+        made = instantiate(node, _convert_="all")
     except Exception as error:  # Hydra wraps what the variant says; the cause is the message for the user
         cause = error.__cause__ or error
         raise ConfigError(f"{name}: {' '.join(str(cause).split())[:300]}") from error
+    if not isinstance(made, kind):
+        said = "null" if made is None else type(made).__name__
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ConfigError(f"{name}: {said} is no {wanted}; choose an option of {name}, or point _target_ to a {wanted}")
+    return made
 
 
 # ------------------------------------------------------------------------------------------------------------- identity

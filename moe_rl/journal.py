@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -112,7 +113,7 @@ def rollout_columns(
     return {
         **columns,
         "reward": float(own.rewards_B.mean()),
-        "reward_sd": float(own.rewards_B.std()),
+        "reward_sd": float(own.rewards_B.std()) if len(own) > 1 else math.nan,
         "exact": float(own.exact_B.float().mean()),
         "equal_groups": trained,
         "response_length": float(own.response_BT.sum(1).float().mean()),

@@ -119,6 +119,12 @@ def test_ppo_needs_no_group(tmp_path):
     assert all(math.isfinite(row["value_loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
+def test_a_step_of_one_completion_has_no_spread_of_rewards(tmp_path):
+    e = dataclasses.replace(experiment(), arm=PPO, steps=1, prompts=1, completions=1, updates=1)
+    assert go(tmp_path, e) == "finished"
+    assert math.isnan(read_table(tmp_path / "run", "steps")[-1]["reward_sd"])
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match=r"critic\.lr is 0"):
         CriticSettings(lr=0)
