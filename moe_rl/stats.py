@@ -88,16 +88,6 @@ def paired_difference(a: Mapping[int, float], b: Mapping[int, float], level: flo
     return mean_interval(paired(a, b), level)
 
 
-def excludes_zero(difference: Estimate) -> bool:
-    """Whether an interval lies on one side of 0: the claim "these arms differ".
-
-    Errors: StatsError below 5 runs, where the claim is refused whatever the numbers say.
-    """
-    if difference.n < CLAIM_RUNS:
-        raise StatsError(f"{TOO_FEW}: {difference.n} of at least {CLAIM_RUNS}")
-    return difference.low > 0 or difference.high < 0
-
-
 def sign_flip_p(differences: Numbers) -> float:
     """Exact two-sided p: share of the 2^n sign patterns with |mean| at least the observed one. No unit.
 

@@ -400,6 +400,20 @@ def test_one_range_for_all_blocks_is_shared_by_all_panels():
     assert [panel.get_ylim() == (0, 7) for panel in panels[4].flat] == [False] * 3 + [True] * 3
 
 
+def test_a_row_of_many_arms_is_broken_into_lines(tmp_path):
+    """Seven panels of 4.1 inches are wider than 21: four and three."""
+    arms = ["grpo", "gspo", "dapo", "cispo", "sapo", "gmpo", "rloo"]
+    folder = make_study(tmp_path, "wide", arms=arms, seeds=[0], steps=2, updates=2, layers=2)
+    for name in ("drift_by_update", "drift_by_layer"):
+        figure = figures.draw(name, store.read_study(folder))
+        panels = [panel for panel in figure.axes if panel.get_label() != "<colorbar>"]
+        places = [panel.get_subplotspec() for panel in panels]
+        assert [(place.rowspan.start, place.colspan.start) for place in places] == [divmod(n, 4) for n in range(7)]
+        assert panels[4].get_ylabel() == panels[0].get_ylabel() != panels[5].get_ylabel()
+        assert panels[4].yaxis.get_tick_params()["labelleft"]
+    assert figure.get_size_inches()[0] < 21
+
+
 def test_many_settings_are_told_in_reading_order(tmp_path):
     folder = make_study(tmp_path, "many", arms=["gspo"], seeds=[0], knobs=[{"updates": m} for m in range(1, 8)],
                         steps=2, updates=2, layers=2)  # fmt: skip

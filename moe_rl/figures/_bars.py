@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from moe_rl.store import Study
 Array = npt.NDArray[np.float64]
 Group = tuple[Array, Array]  # a value a run: finished runs, diverged runs
 
+MANY = 5  # arms whose names fit beside each other
 SPANS = {"previous": "by one update", "old": "over a batch of M updates"}
 READ_BARS = (
     "Bars: mean over finished seeds. Lines: 95 % t interval over seeds, cut at the axis. Points: single seeds "
@@ -93,6 +94,19 @@ def draw_bar(axes: Axes, place: float, width: float, look: Look, group: Group, f
         )
     if len(good) + len(bad) and not (np.concatenate([good, bad]) > 0).all():
         axes.annotate("0", (place, floor), (0, 7), textcoords="offset points", ha="center", zorder=5)
+
+
+def arm_axis(axes: Axes, arms: Sequence[str]) -> None:
+    """The x axis of one bar an arm: many names are slanted, they do not fit beside each other."""
+    many = len(arms) > MANY
+    axes.set_xlim(-0.6, len(arms) - 0.4)
+    axes.set_xticks(range(len(arms)), arms if many else [two_lines(arm) for arm in arms])
+    if many:
+        axes.tick_params(axis="x", labelrotation=35)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+    axes.set_xlabel("arm")
+    axes.grid(False, axis="x")
 
 
 def two_lines(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,6 +25,7 @@ from moe_rl.store import DONE, Study
 FORMATS = ("png", "svg", "pdf")
 NARROW = 4.1  # inches: the most that a panel is wide where blocks stand beside each other
 TALL = 1.7  # times its width: what the panels of a page may be high before blocks stand beside each other
+WIDE = 21.0  # inches: the most that a block's panels take beside each other
 COLORS = 128  # of a png: enough for lines and colour maps, and a third of the bytes
 STYLE: Any = {  # rcParams
     "axes.axisbelow": True,
@@ -68,18 +70,21 @@ def blocks(
 ) -> tuple[Figure, Any]:
     """A page of `count` blocks, one a knob setting, of rows x columns panels; returns its [count, rows, columns] axes.
 
-    Blocks stand below each other, and beside each other where the page would be taller than TALL times its width.
+    Blocks stand below each other, and beside each other where the page would be taller than TALL times its width; one
+    that would be wider than WIDE, with a column an arm say, is broken into lines.
     sharex, sharey: 'row' for one range in each row of a block, 'all' for one in all panels, '' for a range each.
     """
-    across = 1
-    while across < count and -(-count // across) * rows * height > TALL * across * columns * width:
+    lines = math.ceil(columns * width / WIDE)
+    line, across = -(-columns // lines), 1  # panels in a line of a block, blocks beside each other
+    while across < count and lines == 1 and -(-count // across) * rows * height > TALL * across * line * width:
         across += 1
-    down = -(-count // across)
-    figure, grid = page(down * rows, across * columns, width if across == 1 else min(width, NARROW), height)
-    panels = grid.reshape(down, rows, across, columns).swapaxes(1, 2).reshape(down * across, rows, columns)
-    for spare in panels[count:].flat:
+    down = -(-count * lines // across)
+    figure, grid = page(down * rows, across * line, width if across == 1 else min(width, NARROW), height)
+    panels = grid.reshape(down, rows, across, line).swapaxes(1, 2).reshape(-1, lines, rows, line)
+    panels = panels.swapaxes(1, 2).reshape(-1, rows, lines * line)
+    for spare in (*panels[count:].flat, *panels[:count, :, columns:].flat):
         spare.remove()
-    panels = panels[:count]
+    panels = panels[:count, :, :columns]
     for how, share in ((sharex, Axes.sharex), (sharey, Axes.sharey)):
         for row in panels.reshape(count * rows, columns) if how else ():
             first = panels[0, 0, 0] if how == "all" else row[0]
@@ -87,13 +92,18 @@ def blocks(
                 if panel is not first:
                     share(panel, first)
     if sharey:
-        for panel in panels[:, :, 1:].flat:
+        for panel in panels[:, :, np.arange(columns) % line > 0].flat:
             panel.tick_params(labelleft=False)
     return figure, panels
 
 
 def finish(figure: Figure, study: Study, title: str, explanation: str, handles: Sequence[Any] = ()) -> Figure:
     """Title above, legend under it, and at the foot: how to read it, seeds, model, and every run that went wrong."""
+    for panel in figure.axes:  # the second line of a broken block has the y label of the first
+        place = panel.get_subplotspec()
+        if place is not None and place.is_first_col() and not panel.get_ylabel():
+            told = (other.get_ylabel() for other in panel.get_shared_y_axes().get_siblings(panel))
+            panel.set_ylabel(next(filter(None, told), ""))
     width, height = figure.get_size_inches()
     notes = [f"Study {study.folder.name}; {model_text(study)}. {explanation}"]
     told = summary.incidents(study)

@@ -3,6 +3,8 @@
 On the step's rollouts, replay off, mean over the run. Left since the previous update, right since the batch's start.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -25,7 +27,7 @@ def draw(study: Study) -> Figure | None:
     for panels, setting in zip(axes[:, 0], knobs, strict=True):
         for panel, (span, title) in zip(panels, SPANS.items(), strict=True):
             for arm in arms:
-                _steps(panel, study, _bars.spanned(study, drift, arm, setting, span), arm, setting)
+                _steps(panel, study, _bars.spanned(study, drift, arm, setting, span), arm, setting, len(arms))
             panel.set_title(base.titled(title, summary.knob_label(setting, knobs)))
             panel.set_ylim(0, 1.03)
             panel.set_xlabel("MoE layers with a changed expert set (of L)")
@@ -39,7 +41,7 @@ def draw(study: Study) -> Figure | None:
     return base.finish(figure, study, title, text + summary.noise_text(study), base.arm_handles(study))
 
 
-def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -> None:
+def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str, arms: int) -> None:
     groups = _bars.run_lists(study, rows, arm, knobs, "changed_layers")
     if not groups:
         return
@@ -66,5 +68,7 @@ def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str) -
     axes.fill_between(layers, low, high, step="post", color=style.color, alpha=0.13, linewidth=0)
     mean = float(np.mean(np.sum(1 - good, axis=0)))
     right = mean < len(layers) / 2  # where a distribution with this mean leaves room
-    place = (0.97 if right else 0.03, (0.06 if right else 0.7) + 0.09 * len(axes.texts))
-    axes.text(*place, f"{arm}: m = {mean:.2g}", transform=axes.transAxes, ha="right" if right else "left")
+    line = min(0.09, 0.88 / arms)  # of the panel's height
+    place = (0.97 if right else 0.03, (0.06 if right else 0.97 - arms * line) + line * len(axes.texts))
+    how: Any = {"ha": "right" if right else "left", "fontsize": 12 * line / 0.09}
+    axes.text(*place, f"{arm}: m = {mean:.2g}", transform=axes.transAxes, **how)

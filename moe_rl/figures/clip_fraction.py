@@ -9,8 +9,6 @@ from moe_rl import summary
 from moe_rl.figures import _bars, _looks, base
 from moe_rl.store import Study
 
-MANY = 5  # arms, from which on their names do not fit beside each other
-
 
 def draw(study: Study) -> Figure | None:
     """One panel a knob setting, one bar an arm."""
@@ -18,7 +16,6 @@ def draw(study: Study) -> Figure | None:
         return None
     measures, knobs, arms = summary.run_measures(study), summary.knobs_of(study), summary.arms_of(study)
     columns = min(3, len(knobs))
-    many = len(arms) > MANY
     figure, axes = base.page(-(-len(knobs) // columns), columns, width=max(4.6, 0.62 * len(arms)), sharey=True)
     bars = {(arm, setting): _bars.run_values(measures, arm, setting, "clip_frac") for arm in arms for setting in knobs}
     floor = _bars.log_floor(bars.values())
@@ -27,15 +24,8 @@ def draw(study: Study) -> Figure | None:
             _bars.draw_bar(panel, place, 0.62, _looks.look(arm), bars[arm, setting], floor)
         panel.set_yscale("log")
         panel.set_ylim(floor, 1.5)
-        panel.set_xlim(-0.6, len(arms) - 0.4)
-        panel.set_xticks(range(len(arms)), arms if many else [_bars.two_lines(arm) for arm in arms])
-        if many:
-            panel.tick_params(axis="x", labelrotation=35)
-            for label in panel.get_xticklabels():
-                label.set_horizontalalignment("right")
-        panel.set_xlabel("arm")
+        _bars.arm_axis(panel, arms)
         panel.set_ylabel("clipped tokens (share)")
         panel.set_title(summary.knob_label(setting, knobs) or "all gradient updates")
-        panel.grid(False, axis="x")
     _bars.hide_unused(axes, len(knobs))
     return base.finish(figure, study, "Tokens whose gradient is clipped away", _bars.READ_BARS, base.arm_handles(study))

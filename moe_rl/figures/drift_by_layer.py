@@ -30,7 +30,8 @@ def draw(study: Study) -> Figure | None:
             mesh = _panel(axes[row, 0, column], *maps[arm, setting], top) or mesh
             axes[row, 0, column].set_title(base.panel_title(study, arm, setting))
             axes[row, 0, column].set_xlabel("step (rollout batches)")
-            axes[row, 0, column].set_ylabel("MoE layer (1 = nearest the input)" if column == 0 else "")
+            first = axes[row, 0, column].get_subplotspec().is_first_col()
+            axes[row, 0, column].set_ylabel("MoE layer (1 = nearest the input)" if first or column == 0 else "")
     if mesh is not None:
         figure.colorbar(mesh, ax=axes, label="slot change by one update\n(share of expert slots)", aspect=25, pad=0.015)
     text = (

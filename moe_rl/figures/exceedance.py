@@ -36,11 +36,8 @@ def draw(study: Study) -> Figure | None:
                 _bars.draw_bar(panel, place, 0.62, _looks.look(arm), bars[arm, setting, name], floor)
             panel.set_yscale("log")
             panel.set_ylim(floor, 1.5)
-            panel.set_xlim(-0.6, len(arms) - 0.4)
-            panel.set_xticks(range(len(arms)), [_bars.two_lines(arm) for arm in arms])
-            panel.set_xlabel("arm")
+            _bars.arm_axis(panel, arms)
             panel.set_title(base.titled(SHARES[name], summary.knob_label(setting, knobs)))
-            panel.grid(False, axis="x")
         panels[0].set_ylabel("F(tau) (share of tokens)")
     text = "Policies: w = new / old policy, at u = M. Engines: c = old policy / sampler. "
     title = "Tokens whose importance ratio leaves [1/tau, tau]"
