@@ -102,8 +102,8 @@ def finish(figure: Figure, study: Study, title: str, explanation: str, handles: 
     for panel in figure.axes:  # the second line of a broken block has the y label of the first
         place = panel.get_subplotspec()
         if place is not None and place.is_first_col() and not panel.get_ylabel():
-            told = (other.get_ylabel() for other in panel.get_shared_y_axes().get_siblings(panel))
-            panel.set_ylabel(next(filter(None, told), ""))
+            labels = (other.get_ylabel() for other in panel.get_shared_y_axes().get_siblings(panel))
+            panel.set_ylabel(next(filter(None, labels), ""))
     width, height = figure.get_size_inches()
     notes = [f"Study {study.folder.name}; {model_text(study)}. {explanation}"]
     told = summary.incidents(study)
