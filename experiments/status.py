@@ -19,7 +19,10 @@ def main() -> int:
     study = parser.parse_args().study
     folders = run_folders(study)
     if not folders:
-        print(f"error: no runs below {study}; run  python experiments/train.py study=<name>  first", file=sys.stderr)
+        print(
+            f"error: no runs below {study}; give the folder of a study that has run, such as results/<study>",
+            file=sys.stderr,
+        )
         return 2
     console = Console()
     if not console.is_terminal:

@@ -140,7 +140,7 @@ def build_meter(e: Experiment, model: PreTrainedModel, tokenizer: PreTrainedToke
     return DriftMeter(model, settings, (tokens.to(model.device), attention.to(model.device)))
 
 
-def noise(drift: DriftMeter) -> dict[str, float]:
+def probe_noise(drift: DriftMeter) -> dict[str, float]:
     """Slot change of the probe when only the way of computing changes: the floor below which drift means nothing."""
     if drift.probe is None:
         return {}

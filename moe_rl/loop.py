@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_rl.advantage import group_advantages
-from moe_rl.assembly import EVAL_SEED, build_state, facts, noise
+from moe_rl.assembly import EVAL_SEED, build_state, facts, probe_noise
 from moe_rl.checkpoint import saving
 from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal, rollout_columns
@@ -68,7 +68,7 @@ def take_steps(
     if writer.resumes:
         journal.go_on(state.load(writer.checkpoint))
     else:
-        writer.describe(**facts(e, model), **told, noise_floor=noise(drift))
+        writer.describe(**facts(e, model), **told, noise_floor=probe_noise(drift))
         yield journal.end_step({"step": 0, **evaluate(e, state, 0)}, None)
     for step in range(journal.progress["step"] + 1, e.steps + 1):
         journal.begin_step()
@@ -136,7 +136,7 @@ def sample_step(e: Experiment, state: State, step: int) -> tuple[Rollouts, list[
     that are left then stay as they are.
     """
     prompts = e.task.examples("train", e.prompts, e.seed, start=(step - 1) * e.prompts)
-    rollouts = shape(e, state, sample(e, state, prompts, step))
+    rollouts = shape_rewards(e, state, sample(e, state, prompts, step))
     sampled = [rollouts]
     for number in range(e.dynamic_sampling):
         missing = int(equal_groups(rollouts.training_rewards_B, e.completions).sum())
@@ -144,7 +144,7 @@ def sample_step(e: Experiment, state: State, step: int) -> tuple[Rollouts, list[
             break
         start = FIRST_EXTRA_ITEM + ((step - 1) * e.dynamic_sampling + number) * e.prompts
         prompts = e.task.examples("train", missing, e.seed, start=start)
-        sampled.append(shape(e, state, sample(e, state, prompts, step, number + 1)))
+        sampled.append(shape_rewards(e, state, sample(e, state, prompts, step, number + 1)))
         rollouts = replace_equal_groups(rollouts, sampled[-1], e.completions, state.tokenizer.pad_token_id)
     return rollouts, sampled
 
@@ -159,7 +159,7 @@ def sample(e: Experiment, state: State, prompts: list[Any], step: int, number: i
     return e.engine.sample(state.model, state.tokenizer, e.task, prompts, e.completions, seed, wanted)
 
 
-def shape(e: Experiment, state: State, rollouts: Rollouts) -> Rollouts:
+def shape_rewards(e: Experiment, state: State, rollouts: Rollouts) -> Rollouts:
     """The rollouts with the rewards that are trained on, where these are not the task's own."""
     if state.judge is None and not e.overlong_buffer:
         return rollouts

@@ -48,7 +48,8 @@ class MicroBatch:
 
     old: None until somebody has looked. Its log probabilities are those of a forward of the very same sequences, so
     that the first update's ratios are exactly 1 and not 1 up to the rounding of another batch shape.
-    from_engine: whether ratios are taken against the engine's log probabilities. reference_BT: the reference policy's.
+    advantages: [B], or [B, T] from a critic. from_engine: whether ratios are taken against the engine's log
+    probabilities. reference_BT: the reference policy's log probabilities, nats.
     """
 
     rollouts: Rollouts

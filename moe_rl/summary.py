@@ -154,7 +154,7 @@ def _highest(checks: Any) -> float:
 
 @once_per_study
 def run_measures(study: Study) -> pd.DataFrame:
-    """A row a run: arm, knobs, seed, state, final_reward, collapsed, slot_change, clip_frac, cpu_s.
+    """A row a run: arm, knobs, seed, state, final_reward, collapsed, slot_change, noise_floor, clip_frac, cpu_s.
 
     final_reward and collapsed (final below half of the run's own best) are NaN / False unless the run finished.
     slot_change: share of expert slots that change in one gradient update, on the step's rollouts, mean over updates and
