@@ -12,7 +12,7 @@ import torch
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
 from moe_rl.experiment import Experiment
-from moe_rl.old_pass import MicroBatch
+from moe_rl.old_pass import MicroBatch, OldView
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts
 from moe_rl.routing_trace import RoutingTrace
@@ -100,9 +100,10 @@ def rollout_columns(
     e: Experiment, rollouts: Rollouts, sampled: Sequence[Rollouts], batches: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
     """What the table `steps` says about the rollouts: about rewards and lengths, those of the step's own prompts, for
-    what is trained on may be chosen by its reward."""
-    parts = [part for batch in batches for part in batch]
-    entropy = sum(float(part.old.entropy_BT.sum()) for part in parts if part.old)
+    what is trained on may be chosen by its reward; about entropy and mismatch, those that the trainer forwarded as the
+    old policy, a random mini-batch or all."""
+    views = [(part.rollouts, part.old) for batch in batches for part in batch if part.old]
+    seen = [(tokens, old, old.entropy_BT) for tokens, old in views if old.entropy_BT is not None]
     own = sampled[0]
     trained, asked = (equal_share(x, e.completions) for x in (rollouts, own))
     columns = {}
@@ -118,8 +119,8 @@ def rollout_columns(
         "equal_groups": trained,
         "response_length": float(own.response_BT.sum(1).float().mean()),
         "truncated": float(own.truncated_B.float().mean()),
-        "entropy": entropy / int(rollouts.response_BT.sum()),
-        **mismatch_columns(parts),
+        "entropy": float(torch.cat([entropy_BT[tokens.response_BT] for tokens, _, entropy_BT in seen]).mean()),
+        **mismatch_columns([(tokens, old) for tokens, old, _ in seen]),
     }
 
 
@@ -128,9 +129,8 @@ def equal_share(rollouts: Rollouts, completions: int) -> float:
     return float(equal_groups(rollouts.training_rewards_B, completions).double().mean())
 
 
-def mismatch_columns(parts: Sequence[MicroBatch]) -> dict[str, float]:
+def mismatch_columns(pairs: Sequence[tuple[Rollouts, OldView]]) -> dict[str, float]:
     """How far the sampler is from the old policy, in log probabilities, and in routing where both are known."""
-    pairs = [(part.rollouts, part.old) for part in parts if part.old]
     log_c = [(old.logprobs_BT - tokens.rollout_logprobs_BT)[tokens.response_BT] for tokens, old in pairs]
     columns = {f"mismatch_{name}": value for name, value in tails(torch.cat(log_c)).items()}
     both = [(tokens.routing, old.live_routing) for tokens, old in pairs if tokens.routing and old.live_routing]

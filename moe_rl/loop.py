@@ -86,6 +86,7 @@ def take_steps(
             rows,
             e.arm,
             micro_batch=e.micro_batch,
+            exact=e.engine.exact and model.dtype == torch.float32,
             keep_logits=e.optim.router_kl > 0,
             reference=state.reference,
             router=e.router,

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 class OldView:
     """What the old policy says about a micro-batch.
 
-    logprobs_BT, entropy_BT: of its response tokens, nats. routing: what training forwards replay, None where they route
-    live. live_routing: its own, where recorded. router_logits: [B, S, L, E], where asked for. scores: what its routers
-    ranked [N, E], one a router, where a router variant learns from it.
+    logprobs_BT: of its response tokens, nats. entropy_BT: likewise, None where an exact sampler spoke for it.
+    routing: what training forwards replay, None where they route live. live_routing: its own, where recorded.
+    router_logits: [B, S, L, E], where asked for. scores: what its routers ranked [N, E], one a router, where a router
+    variant learns from it.
     """
 
     logprobs_BT: Tensor
-    entropy_BT: Tensor
+    entropy_BT: Tensor | None
     routing: RoutingTrace | None = None
     live_routing: RoutingTrace | None = None
     router_logits: Tensor | None = None
@@ -46,8 +47,8 @@ class OldView:
 class MicroBatch:
     """The sequences of one training forward: some of a mini-batch, or all. A mini-batch is a list of these.
 
-    old: None until somebody has looked. Its log probabilities are those of a forward of the very same sequences, so
-    that the first update's ratios are exactly 1 and not 1 up to the rounding of another batch shape.
+    old: None until somebody has looked. In the first mini-batch its log probabilities are those of a forward of the
+    very same sequences, so that the first update's ratios are exactly 1 and not 1 up to rounding.
     advantages: [B], or [B, T] from a critic. from_engine: whether ratios are taken against the engine's log
     probabilities. reference_BT: the reference policy's log probabilities, nats.
     """
@@ -76,6 +77,7 @@ def old_pass(
     arm: Arm,
     *,
     micro_batch: int = 0,
+    exact: bool = False,
     keep_logits: bool = False,
     reference: Mapping[str, Tensor] | None = None,
     router: Router = NATIVE,
@@ -83,9 +85,11 @@ def old_pass(
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
     advantages: [B], or [B, T] from a critic. rows: of each mini-batch. micro_batch: sequences a forward, 0 for a whole
-    mini-batch. keep_logits: the router logits too, which a correction by router shift needs anyway, and
-    `optim.router_kl`. The first mini-batch needs no pass where its own training forwards, which are still the old
-    policy's, say the same: where they route live and nothing is to be recorded. `take_update` notes it.
+    mini-batch. exact: the rollouts were sampled from this very model, in fp32. keep_logits: the router logits too,
+    which a correction by router shift needs anyway, and `optim.router_kl`.
+    A forward is left out where something else says the same, and nothing is to be recorded or forced. In the first
+    mini-batch these are its own training forwards, which are still the old policy's: `take_update` notes them, bit for
+    bit what a pass would give. In the others it is an exact sampler, up to the rounding of another batch shape.
     reference: weights of the reference policy, whose log probabilities are noted too; it routes live. router: the
     installed variant; one that learns is shown the change of scores from the second mini-batch on.
     """
@@ -95,8 +99,13 @@ def old_pass(
         for rows_of_update in (mine.split(micro_batch or len(mine)) for mine in rows)
     ]
     tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
+    sampler_tells = exact and tells_itself and arm.replay == "none" and not learns(router)
     for batch in batches[1:] if tells_itself else batches:
-        look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
+        if sampler_tells:
+            for part in batch:
+                part.old = OldView(part.rollouts.rollout_logprobs_BT, None)
+        else:
+            look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
     if reference is not None:
         with torch.no_grad(), acting_as(model, reference):
             for part in itertools.chain(*batches):

@@ -82,7 +82,7 @@ def test_multiply_adds_are_those_that_torch_counts():
     assert counter.get_total_flops() == 2 * 3 * forward("tiny", 1, 8, 1)
     # By hand: 4 sequences of 6 + 3 tokens. Sampling: the prompt, then tokens 1 and 2. Half of them have an old pass.
     sampling = forward("tiny", 6, 6, 1) + forward("tiny", 1, 7, 1) + forward("tiny", 1, 8, 1)
-    assert multiply_adds(Cycle(**TINY_CYCLE), "tiny") == 4 * sampling + (2 + 3 * 4) * forward("tiny", 9, 9, 4)
+    assert multiply_adds(Cycle(**TINY_CYCLE), "tiny") == 4 * sampling + 3 * 4 * forward("tiny", 9, 9, 4)
 
 
 def test_cycle_settings_that_cannot_be_are_refused():

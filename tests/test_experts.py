@@ -92,7 +92,7 @@ def test_unknown_layouts_are_refused_by_name_before_running(doubles, attribute, 
     setattr(model.model.layers[1].mlp.experts, attribute, value)
     with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.experts \(Qwen3MoeExperts\).*{reason}"):
         _set_experts_implementation(model, "megablocks")
-    assert model.get_experts_implementation()[""] == "grouped_mm"
+    assert model.get_experts_implementation()[""] == "grouped_bag"
 
 
 def test_gpt_oss_is_refused_for_its_biases_and_transposed_weights(doubles):

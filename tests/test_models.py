@@ -135,7 +135,7 @@ def test_plain_generate_samples_from_the_models_own_distribution():
 
 def test_eager_and_grouped_experts_agree():
     (one, tokenizer), (other, _) = small().build(0), small(experts_implementation="eager").build(0)
-    assert one.config._experts_implementation == "grouped_mm"
+    assert one.config._experts_implementation == "grouped_bag"
     assert other.config._experts_implementation == "eager"
     ids_BT = tokens(tokenizer, 4)
     torch.testing.assert_close(one(ids_BT).logits, other(ids_BT).logits, atol=1e-5, rtol=1e-5)
@@ -175,7 +175,7 @@ def test_settings_that_cannot_be_are_refused_in_one_line(changes, message):
 
 
 def test_unknown_experts_implementations_are_refused():
-    with pytest.raises(ValueError, match="choose grouped_mm or eager"):
+    with pytest.raises(ValueError, match="choose grouped_bag, grouped_mm or eager"):
         small(experts_implementation="groupedmm").build(0)
 
 

@@ -57,13 +57,13 @@ def test_every_check_computes_something_else(monkeypatch):
     ids, mask = tokens(2, 6)
     noise_floor(model, ids, mask, decoded=2)
     assert seen == [
-        (2, 6, False, "grouped_mm"),
-        (1, 6, False, "grouped_mm"),
-        (1, 6, False, "grouped_mm"),
-        (2, 6 + module.MORE_PADDING, False, "grouped_mm"),
-        (2, 4, True, "grouped_mm"),
-        (2, 1, True, "grouped_mm"),
-        (2, 1, True, "grouped_mm"),
+        (2, 6, False, "grouped_bag"),
+        (1, 6, False, "grouped_bag"),
+        (1, 6, False, "grouped_bag"),
+        (2, 6 + module.MORE_PADDING, False, "grouped_bag"),
+        (2, 4, True, "grouped_bag"),
+        (2, 1, True, "grouped_bag"),
+        (2, 1, True, "grouped_bag"),
         (2, 6, False, "eager"),
     ]
 

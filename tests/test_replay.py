@@ -30,7 +30,7 @@ def router_norms(model):
     return [site.module.weight.grad.norm().item() for site in find_routers(model)]
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("experts", ["grouped_bag", "grouped_mm", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_a_models_own_routing_is_the_identity_bit_for_bit(family, dtype, experts):
@@ -215,7 +215,7 @@ def test_replay_serves_the_forward_and_its_recomputation(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("experts", ["grouped_bag", "grouped_mm", "eager"])
 def test_two_micro_batches_before_one_backward_each_keep_their_own_experts(reentrant, experts):
     model, (ids, mask) = tiny(experts_implementation=experts), tokens()
     foreign = random_trace_like(traced(model, ids, mask)[0])

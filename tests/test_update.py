@@ -12,8 +12,10 @@ from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 from moe_rl import record, replay
 from moe_rl.arm import Arm
 from moe_rl.drift import compare
+from moe_rl.engines.hf import Hf
 from moe_rl.foresight import ranked_scores
 from moe_rl.models.families import find_routers
+from moe_rl.models.tokenizer import character_tokenizer
 from moe_rl.old_pass import look, old_pass, split_rows
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, response_logprobs, routing_of
@@ -25,6 +27,7 @@ from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.predictive import Predictive
 from moe_rl.routing_trace import RoutingError, RoutingTrace
+from moe_rl.tasks.reverse import Reverse
 from moe_rl.update import clip_columns, ratio_columns, take_update
 
 # Columns of settings that have something to say there.
@@ -57,6 +60,12 @@ def rollouts(model=None, batch=8, width=13, T=6, routing=False):
     false = torch.zeros(batch, dtype=torch.bool)
     logprobs = torch.zeros(batch, T)
     return Rollouts(ids, mask, response, torch.arange(batch) // 4, logprobs, rewards, false, false, trace)
+
+
+def sampled(model):
+    """Eight rollouts that the engine sampled from the model, with prompts of different lengths."""
+    task = Reverse()
+    return Hf(max_new_tokens=12).sample(model, character_tokenizer(), task, task.examples("train", 4, 0), 2, 0)
 
 
 def advantages(batch=8):
@@ -271,6 +280,43 @@ def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_o
             one, other = getattr(part.old, name), getattr(other_part.old, name)
             assert torch.equal(one, other)
             assert not other.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exact_samplers_log_probabilities_are_those_of_a_pass_of_the_old_policy_up_to_rounding(family):
+    """Left padding, early ends and all; so updates that take either end in the same place."""
+    start, ends = tiny(family), {}
+    data = sampled(start)
+    for exact in (False, True):
+        model = copy.deepcopy(start)
+        forwards = []
+        handle = model.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+        batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), grpo(), exact=exact)
+        handle.remove()
+        assert len(forwards) == (0 if exact else 3)
+        assert batches[0][0].old is None
+        old = [part.old.logprobs_BT for batch in batches[1:] for part in batch]
+        optimizer, schedule = Optim(lr=1e-2).build(model, 4)
+        rows = [take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0) for batch in batches]
+        ends[exact] = torch.cat(old), rows, weights(model)
+    (pass_BT, rows, end), (told_BT, other_rows, other_end) = ends.values()
+    assert pass_BT.abs().max() > 1
+    torch.testing.assert_close(told_BT, pass_BT, atol=1e-5, rtol=0)
+    assert distance(end, other_end) < 1e-3 < distance(weights(start), end)
+    assert other_rows[0]["log_w_sd"] == 0.0  # the first mini-batch still notes its own forward
+    for one, other in zip(rows[1:], other_rows[1:], strict=True):
+        assert other["log_w_sd"] == pytest.approx(one["log_w_sd"], rel=1e-3)
+
+
+def test_an_exact_sampler_does_not_speak_for_an_old_policy_of_which_more_is_wanted():
+    model = tiny()
+    data = sampled(model)
+    for method, logits in ((grpo("old_policy"), False), (grpo("shuffled"), False), (grpo(), True)):
+        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), method, exact=True, keep_logits=logits)
+        assert all(part.old.entropy_BT is not None for part in batches[1])
+    install(model, Predictive())
+    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(), exact=True, router=Predictive())
+    assert all(part.old.scores for part in batches[1])
 
 
 def test_with_one_update_the_old_policy_is_not_asked_at_all():

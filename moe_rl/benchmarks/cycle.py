@@ -41,7 +41,8 @@ MATRIX = 768  # side of the matrix product whose rate is the limit: large enough
 class Cycle:
     """The shapes of `cycle`. size: some of SIZES, with commas between. tokens: of every response. updates: M.
 
-    cycles: that are timed, of each side; one more before them is dropped.
+    cycles: that are timed, of each side; one more before them is dropped. trl_experts: the expert kernel of TRL's side,
+    by default transformers' own; moe_rl's is that of conf/.
     """
 
     size: str = "small,large"
@@ -50,13 +51,14 @@ class Cycle:
     tokens: int = 24
     updates: int = 4
     cycles: int = 8
+    trl_experts: str = "grouped_mm"
 
     def __post_init__(self) -> None:
         for name in self.size.split(","):
             if name not in SIZES:
                 raise ValueError(f"size is {self.size!r}; choose from {', '.join(SIZES)}, with commas between")
         for field in dataclasses.fields(self):
-            if field.name != "size" and getattr(self, field.name) < 1:
+            if field.type == "int" and getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}; set it to 1 or more")
         if self.prompts * self.completions % self.updates:
             raise ValueError(
@@ -78,9 +80,8 @@ def cycle(settings: Cycle) -> list[dict[str, Any]]:
     median over cycles of the ratio to TRL's cycle before it, paired_low to paired_high its 95 % interval.
     peak_mb: the most memory that a process of its own took for one cycle, over_mb: above its libraries and the model;
     memory_ratio: of the peaks.
-    limit_share: the operations that the method needs, 2 a multiply-add (sampling, the old log probabilities of all
-    mini-batches but the first, M updates; attention in full squares), as a share of what a product of square fp32
-    matrices manages in as many CPU seconds, at limit_gflops.
+    limit_share: the operations that the method needs, 2 a multiply-add (sampling and M updates; attention in full
+    squares), as a share of what a product of square fp32 matrices manages in as many CPU seconds, at limit_gflops.
     """
     rows = []
     for size in settings.size.split(","):
@@ -128,11 +129,10 @@ def matrix_rate() -> float:
 
 
 def multiply_adds(settings: Cycle, size: str) -> int:
-    """What a cycle needs at least: sampling, old log probabilities of all mini-batches but the first, M updates."""
-    B, T, S, M = settings.sequences, settings.tokens, PROMPT + settings.tokens, settings.updates
+    """What a cycle needs at least: sampling, which says the old log probabilities, and M updates."""
+    B, T, S = settings.sequences, settings.tokens, PROMPT + settings.tokens
     sampling = forward(size, PROMPT, PROMPT, 1) + sum(forward(size, 1, keys, 1) for keys in range(PROMPT + 1, S))
-    whole = forward(size, S, S, T + 1)
-    return B * sampling + (B - B // M) * whole + 3 * B * whole  # a backward is two forwards
+    return B * sampling + 3 * B * forward(size, S, S, T + 1)  # a backward is two forwards
 
 
 def forward(size: str, queries: int, keys: int, scored: int) -> int:
@@ -187,6 +187,7 @@ def _train_trl(e: Experiment, settings: Cycle, after_cycle: Callable[[dict[str, 
 
     examples = e.task.examples("train", e.prompts * e.steps, e.seed)
     model, tokenizer = e.model.build(e.seed)
+    model.set_experts_implementation(settings.trl_experts)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(
             model=model,

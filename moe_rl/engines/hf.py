@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.engines.base import Engine
+from moe_rl.kv_cache import in_place_cache
 from moe_rl.recording import record
 from moe_rl.records import NotFiniteError, Rollouts
 from moe_rl.routing_trace import RoutingTrace
@@ -46,6 +47,10 @@ class Hf(Engine):
         super().__post_init__()
         if self.batch_size < 0:
             raise ValueError(f"engine.batch_size is {self.batch_size}; set it to 1 or more, or 0 for all at once")
+
+    @property
+    def exact(self) -> bool:
+        return self == self.without_emulation()
 
     def sample(
         self,
@@ -95,6 +100,7 @@ class Hf(Engine):
                 input_ids=prompts["input_ids"].to(model.device),
                 attention_mask=mask,
                 logits_processor=LogitsProcessorList([sampled]),
+                cache=in_place_cache(model, width + self.max_new_tokens),
             )
         tokens = sequences[:, width:]
         ended = torch.isin(tokens, torch.tensor(end_ids(model, tokenizer), device=tokens.device))

@@ -42,7 +42,7 @@ class Tiny:
     expert_groups: int = 1
     max_positions: int = 256
     initializer_range: float = 0.02
-    experts_implementation: str = "grouped_mm"  # grouped_mm, eager or megablocks (CUDA, see moe_rl/models/experts.py)
+    experts_implementation: str = "grouped_bag"  # grouped_bag, grouped_mm, eager or megablocks (see models/experts.py)
     dtype: str = "float32"  # float32 or bfloat16
 
     def __post_init__(self) -> None:
@@ -68,13 +68,13 @@ class Tiny:
         self._check_groups()
         _check_dtype(self.dtype)
         _check_experts_implementation(self.experts_implementation, self.dtype)
-        grain = 16 // DTYPES[self.dtype].itemsize  # grouped_mm wants rows of whole 16 bytes
-        if self.experts_implementation == "grouped_mm" and self.family != "dense":
+        grain = 16 // DTYPES[self.dtype].itemsize  # torch's grouped product wants rows of whole 16 bytes
+        if self.experts_implementation in ("grouped_mm", "grouped_bag") and self.family != "dense":
             for name in ("hidden_size", "expert_size"):
                 if getattr(self, name) % grain:
                     raise ValueError(
-                        f"{name} is {getattr(self, name)}, grouped_mm in {self.dtype} needs a multiple of {grain}; "
-                        "change it, or set experts_implementation to eager"
+                        f"{name} is {getattr(self, name)}, {self.experts_implementation} in {self.dtype} needs a "
+                        f"multiple of {grain}; change it, or set experts_implementation to eager"
                     )
 
     def _check_groups(self) -> None:
@@ -118,7 +118,7 @@ class Checkpoint:
     path: str = ""
     revision: str = "main"
     dtype: str = "bfloat16"  # float32 or bfloat16
-    experts_implementation: str = "grouped_mm"  # grouped_mm, eager or megablocks (CUDA, see moe_rl/models/experts.py)
+    experts_implementation: str = "grouped_bag"  # grouped_bag, grouped_mm, eager or megablocks (see models/experts.py)
     max_positions: int = 0
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ def _check_dtype(dtype: str) -> None:
 
 def _check_experts_implementation(name: str, dtype: str) -> None:
     if name == "batched_mm":
-        raise ValueError("experts_implementation batched_mm copies weights for every token; use grouped_mm or eager")
+        raise ValueError("experts_implementation batched_mm copies weights for every token; use grouped_bag or eager")
     if name == experts.NAME:
         try:
             experts.require_megablocks()
@@ -205,10 +205,14 @@ def _set_experts_implementation(model: PreTrainedModel, name: str) -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    import moe_rl.models.grouped_bag  # noqa: F401 (registers itself)
+
     if name == experts.NAME:
         experts.use_megablocks(model)
     if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
-        raise ValueError(f"experts_implementation is {name!r}; choose grouped_mm or eager, or megablocks on CUDA")
+        raise ValueError(
+            f"experts_implementation is {name!r}; choose grouped_bag, grouped_mm or eager, or megablocks on CUDA"
+        )
     if model._can_set_experts_implementation():
         model.set_experts_implementation(name)
 
