@@ -100,10 +100,9 @@ def rollout_columns(
     e: Experiment, rollouts: Rollouts, sampled: Sequence[Rollouts], batches: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
     """What the table `steps` says about the rollouts: about rewards and lengths, those of the step's own prompts, for
-    what is trained on may be chosen by its reward; about entropy and mismatch, those that the trainer forwarded as the
-    old policy, a random mini-batch or all."""
+    what is trained on may be chosen by its reward."""
     views = [(part.rollouts, part.old) for batch in batches for part in batch if part.old]
-    seen = [(tokens, old, old.entropy_BT) for tokens, old in views if old.entropy_BT is not None]
+    entropy = sum(float(old.entropy_BT.sum()) for _, old in views)
     own = sampled[0]
     trained, asked = (equal_share(x, e.completions) for x in (rollouts, own))
     columns = {}
@@ -119,8 +118,8 @@ def rollout_columns(
         "equal_groups": trained,
         "response_length": float(own.response_BT.sum(1).float().mean()),
         "truncated": float(own.truncated_B.float().mean()),
-        "entropy": float(torch.cat([entropy_BT[tokens.response_BT] for tokens, _, entropy_BT in seen]).mean()),
-        **mismatch_columns([(tokens, old) for tokens, old, _ in seen]),
+        "entropy": entropy / int(rollouts.response_BT.sum()),
+        **mismatch_columns([(tokens, old) for tokens, old in views if not old.sampled]),
     }
 
 

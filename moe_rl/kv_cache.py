@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from moe_rl.policy import positions
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -22,18 +24,23 @@ class InPlaceLayer(DynamicLayer):
         self.columns = columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given = (key_states, value_states)
+        new = (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.whole = [
-                new.new_empty(*new.shape[:2], self.columns, new.shape[3]) for new in (key_states, value_states)
-            ]
+            self.whole = [part.new_empty(*part.shape[:2], self.columns, part.shape[3]) for part in new]
         start = self.get_seq_length()
         stop = start + key_states.shape[2]
-        for whole, new in zip(self.whole, given, strict=True):
-            whole[:, :, start:stop] = new
+        for whole, part in zip(self.whole, new, strict=True):
+            whole[:, :, start:stop] = part
+        return self._show(stop)
+
+    def _show(self, stop: int) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (whole[:, :, :stop] for whole in self.whole)
         return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.whole = [whole.repeat_interleave(repeats, 0) for whole in self.whole]
+        self._show(self.get_seq_length())
 
 
 def in_place_cache(model: PreTrainedModel, columns: int) -> DynamicCache | None:
@@ -45,3 +52,19 @@ def in_place_cache(model: PreTrainedModel, columns: int) -> DynamicCache | None:
         return None
     cache.layers = [InPlaceLayer(columns) for _ in cache.layers]
     return cache
+
+
+def read_prompts(
+    model: PreTrainedModel, tokens_PS: Tensor, attention_PS: Tensor, completions: int, cache: DynamicCache
+) -> None:
+    """Fill an empty cache with all but the last token of P prompts, each read once for all its completions."""
+    some_PS = attention_PS[:, :-1]
+    model(
+        input_ids=tokens_PS[:, :-1],
+        attention_mask=some_PS,
+        position_ids=positions(some_PS),
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(completions)

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 class OldView:
     """What the old policy says about a micro-batch.
 
-    logprobs_BT: of its response tokens, nats. entropy_BT: likewise, None where an exact sampler spoke for it.
-    routing: what training forwards replay, None where they route live. live_routing: its own, where recorded.
-    router_logits: [B, S, L, E], where asked for. scores: what its routers ranked [N, E], one a router, where a router
-    variant learns from it.
+    logprobs_BT, entropy_BT: of its response tokens, nats. routing: what training forwards replay, None where they route
+    live. live_routing: its own, where recorded. router_logits: [B, S, L, E], where asked for. scores: what its routers
+    ranked [N, E], one a router, where a router variant learns from it. sampled: the sampler spoke for it.
     """
 
     logprobs_BT: Tensor
-    entropy_BT: Tensor | None
+    entropy_BT: Tensor
     routing: RoutingTrace | None = None
     live_routing: RoutingTrace | None = None
     router_logits: Tensor | None = None
     scores: list[Tensor] = dataclasses.field(default_factory=list)
+    sampled: bool = False
 
 
 @dataclasses.dataclass
@@ -103,7 +103,7 @@ def old_pass(
     for batch in batches[1:] if tells_itself else batches:
         if sampler_tells:
             for part in batch:
-                part.old = OldView(part.rollouts.rollout_logprobs_BT, None)
+                part.old = as_sampled(part.rollouts)
         else:
             look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
     if reference is not None:
@@ -111,6 +111,15 @@ def old_pass(
             for part in itertools.chain(*batches):
                 part.reference_BT, _ = response_logprobs(model, part.rollouts)
     return batches
+
+
+def as_sampled(rollouts: Rollouts) -> OldView:
+    """The old policy's view in the words of an exact sampler."""
+    if rollouts.rollout_entropy_BT is None:
+        raise ValueError(
+            "an engine that is exact has to give rollout_entropy_BT too; the old policy is not asked again"
+        )
+    return OldView(rollouts.rollout_logprobs_BT, rollouts.rollout_entropy_BT, sampled=True)
 
 
 @torch.no_grad()

@@ -27,8 +27,9 @@ class Rollouts:
     response_BT: True on response tokens. The last T of the S columns are the response.
     group_ids_B: index of the prompt. rollout_logprobs_BT: log mu of each response token, nats; 0 elsewhere.
     rewards_B, exact_B: reward in [0, 1]; whether the completion is exactly right. truncated_B: hit the length limit.
-    routing: from the sampling passes, if the engine recorded it. shaped_rewards_B: what training rewards instead of
-    rewards_B, where it is something else.
+    routing: from the sampling passes, if the engine recorded it. rollout_entropy_BT: of the distributions that the
+    tokens were drawn from, nats, if the engine says it. shaped_rewards_B: what training rewards instead of rewards_B,
+    where it is something else.
     """
 
     tokens_BS: Tensor
@@ -40,6 +41,7 @@ class Rollouts:
     exact_B: Tensor
     truncated_B: Tensor
     routing: RoutingTrace | None = None
+    rollout_entropy_BT: Tensor | None = None
     shaped_rewards_B: Tensor | None = None
 
     @property

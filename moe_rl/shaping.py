@@ -70,6 +70,7 @@ def join(parts: Sequence[Rollouts], pad: int) -> Rollouts:
             attention_BS=F.pad(part.attention_BS, (left, right)),
             response_BT=F.pad(part.response_BT, (0, right)),
             rollout_logprobs_BT=F.pad(part.rollout_logprobs_BT, (0, right)),
+            rollout_entropy_BT=None if part.rollout_entropy_BT is None else F.pad(part.rollout_entropy_BT, (0, right)),
             routing=routing,
         )
 

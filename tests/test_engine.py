@@ -56,9 +56,10 @@ def test_rollout_logprobs_are_what_the_same_model_says_of_the_tokens(family):
     rollouts = sample(policy)
     assert not rollouts.attention_BS[:, 0].all()
     with torch.no_grad():
-        logprobs, _ = response_logprobs(policy[0], rollouts)
+        logprobs, entropy = response_logprobs(policy[0], rollouts)
     assert (rollouts.rollout_logprobs_BT[rollouts.response_BT] < -0.1).any()
     assert torch.allclose(logprobs, rollouts.rollout_logprobs_BT, atol=1e-5)
+    assert torch.allclose(entropy, rollouts.rollout_entropy_BT, atol=1e-5)
 
 
 def test_log_probabilities_do_not_depend_on_padding_or_neighbours(policy):
@@ -339,9 +340,11 @@ def test_sampled_logprobs_score_a_step_when_the_next_begins():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     keeper(torch.tensor([[0]]), logits)
     keeper(torch.tensor([[0, 2]]), logits * 2)
-    got = keeper.finish(torch.tensor([[0, 2, 1]]))
+    got, entropy = keeper.finish(torch.tensor([[0, 2, 1]]))
     expected = [logits.log_softmax(-1)[0, 2], (logits * 2).log_softmax(-1)[0, 1]]
     assert got[0].tolist() == pytest.approx([float(x) for x in expected])
+    spread = [torch.distributions.Categorical(logits=x).entropy() for x in (logits, logits * 2)]
+    assert entropy[0].tolist() == pytest.approx([float(x) for x in spread])
 
 
 def test_sampling_inside_a_recording_of_ones_own_is_possible(policy):

@@ -313,10 +313,12 @@ def test_an_exact_sampler_does_not_speak_for_an_old_policy_of_which_more_is_want
     data = sampled(model)
     for method, logits in ((grpo("old_policy"), False), (grpo("shuffled"), False), (grpo(), True)):
         batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), method, exact=True, keep_logits=logits)
-        assert all(part.old.entropy_BT is not None for part in batches[1])
+        assert not any(part.old.sampled for part in batches[1])
     install(model, Predictive())
     batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(), exact=True, router=Predictive())
     assert all(part.old.scores for part in batches[1])
+    with pytest.raises(ValueError, match="has to give rollout_entropy_BT"):
+        old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), grpo(), exact=True)
 
 
 def test_with_one_update_the_old_policy_is_not_asked_at_all():

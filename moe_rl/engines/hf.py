@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from moe_rl.engines.base import Engine
-from moe_rl.kv_cache import in_place_cache
+from moe_rl.kv_cache import in_place_cache, read_prompts
 from moe_rl.recording import record
 from moe_rl.records import NotFiniteError, Rollouts
 from moe_rl.routing_trace import RoutingTrace
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What `generate` gave: response tokens, their log probabilities, which of them are real, who ended by itself."""
+    """What `generate` gave: response tokens, their log probabilities and the entropy where they were drawn, which of
+    them are real, who ended by itself."""
 
     tokens_BT: Tensor
     logprobs_BT: Tensor
+    entropy_BT: Tensor
     response_BT: Tensor
     stopped_B: Tensor
     routing: RoutingTrace | None
@@ -38,6 +40,7 @@ class Sampled:
 class Hf(Engine):
     """Samples with `generate`, all completions of a batch of prompts at once.
 
+    A prompt is read once for all its completions, unless its routing is recorded, which is that of every sequence.
     batch_size: sequences a call, in whole prompts; 0 for all at once. Larger is faster and takes more memory.
     """
 
@@ -90,28 +93,31 @@ class Hf(Engine):
         completions: int,
         record_routing: bool,
     ) -> Sampled:
-        mask = prompts["attention_mask"].to(model.device)
+        tokens_PS, mask = (prompts[name].to(model.device) for name in ("input_ids", "attention_mask"))
         width = mask.shape[1]
         sampled = SampledLogprobs()
+        cache = in_place_cache(model, width + self.max_new_tokens)
+        if cache is not None and completions > 1 and width > 1 and not record_routing:
+            read_prompts(model, tokens_PS, mask, completions, cache)
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(record(model, source="rollout")) if record_routing else None
             stack.enter_context(generation_settings(model, self._settings(model, tokenizer, completions)))
             sequences = model.generate(
-                input_ids=prompts["input_ids"].to(model.device),
+                input_ids=tokens_PS,
                 attention_mask=mask,
                 logits_processor=LogitsProcessorList([sampled]),
-                cache=in_place_cache(model, width + self.max_new_tokens),
+                cache=cache,
             )
         tokens = sequences[:, width:]
         ended = torch.isin(tokens, torch.tensor(end_ids(model, tokenizer), device=tokens.device))
         response = (ended.cumsum(1) - ended.long()) == 0  # up to the first end of sequence, that one included
-        logprobs = sampled.finish(sequences).masked_fill(~response, 0.0)
+        logprobs, entropy = (values_BT.masked_fill(~response, 0.0) for values_BT in sampled.finish(sequences))
         routing = None
         if recorder is not None:
             real = torch.cat([mask.repeat_interleave(completions, 0).bool(), response], 1)
             routing = recorder.trace.aligned_to(real)
         stopped = (ended & response).any(1)
-        return Sampled(tokens, logprobs, response, stopped, routing)
+        return Sampled(tokens, logprobs, entropy, response, stopped, routing)
 
     def _settings(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completions: int
@@ -144,7 +150,7 @@ def generation_settings(model: PreTrainedModel, settings: GenerationConfig) -> I
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Keeps the log probability of each sampled token, without keeping the logits of more than one step.
+    """Keeps the log probability of each sampled token, and the entropy, but the logits of one step only.
 
     The logits of a step are seen before the token is drawn, so a step's token is scored when the next step begins.
     """
@@ -152,6 +158,7 @@ class SampledLogprobs(LogitsProcessor):
     def __init__(self) -> None:
         self.logits: Tensor | None = None
         self.columns: list[Tensor] = []
+        self.entropies: list[Tensor] = []
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self._score(input_ids)
@@ -159,6 +166,7 @@ class SampledLogprobs(LogitsProcessor):
         self.log_sums_B = self.logits.logsumexp(-1)
         if not self.log_sums_B.isfinite().all():  # before the token is drawn: on a GPU that would end the process
             raise NotFiniteError("the policy's logits are not finite")
+        self.entropies.append(torch.special.entr(self.logits.softmax(-1)).sum(-1))
         return scores
 
     def _score(self, sequences: Tensor) -> None:
@@ -166,10 +174,10 @@ class SampledLogprobs(LogitsProcessor):
             chosen = self.logits.gather(1, sequences[:, -1:]).squeeze(1)
             self.columns.append(chosen - self.log_sums_B)
 
-    def finish(self, sequences: Tensor) -> Tensor:
-        """Log probabilities [B, T] of the T sampled tokens, nats."""
+    def finish(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        """(log probability, entropy) [B, T] at the T sampled tokens, nats."""
         self._score(sequences)
-        return torch.stack(self.columns, 1)
+        return torch.stack(self.columns, 1), torch.stack(self.entropies, 1)
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -206,6 +214,7 @@ def _join(parts: list[Sampled], pad: int) -> Sampled:
     return Sampled(
         torch.cat([widen(part.tokens_BT, pad) for part in parts]),
         torch.cat([widen(part.logprobs_BT, 0.0) for part in parts]),
+        torch.cat([widen(part.entropy_BT, 0.0) for part in parts]),
         torch.cat([widen(part.response_BT, False) for part in parts]),
         torch.cat([part.stopped_B for part in parts]),
         RoutingTrace.cat(traces) if traces else None,
@@ -244,4 +253,5 @@ def _judge(
         exact_B=torch.tensor(exact, device=device) & sampled.stopped_B,
         truncated_B=~sampled.stopped_B,
         routing=sampled.routing,
+        rollout_entropy_BT=sampled.entropy_BT,
     )

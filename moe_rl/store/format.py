@@ -33,7 +33,7 @@ LEGEND: dict[str, dict[str, str]] = {
         "replaced_groups": "share of groups that were replaced, their rewards being equal (dynamic_sampling > 0)",
         "response_length": "mean response length, tokens",
         "truncated": "share of completions cut off by the length limit",
-        "entropy": "mean entropy of the next-token distribution, nats, of one random mini-batch or more",
+        "entropy": "mean entropy of the next-token distribution, nats",
         "mismatch_k3": "mean of c - 1 - log c, c = old policy / sampler: estimates KL(sampler || old), nats a token",
         "mismatch_f2": "share of tokens with max(c, 1/c) > 2",
         "mismatch_f5": "share of tokens with max(c, 1/c) > 5",
