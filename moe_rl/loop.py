@@ -86,7 +86,7 @@ def take_steps(
             rows,
             e.arm,
             micro_batch=e.micro_batch,
-            exact=e.engine.exact and model.dtype == torch.float32,
+            exact=samples_exactly(e, state),
             keep_logits=e.optim.router_kl > 0,
             reference=state.reference,
             router=e.router,
@@ -158,6 +158,11 @@ def sample(e: Experiment, state: State, prompts: list[Any], step: int, number: i
     seed = derive_seed(e.seed, f"rollout {number}" if number else "rollout", step)
     wanted = e.arm.replay == "rollout" or (not e.engine.exact and bool(find_routers(state.model)))
     return e.engine.sample(state.model, state.tokenizer, e.task, prompts, e.completions, seed, wanted)
+
+
+def samples_exactly(e: Experiment, state: State) -> bool:
+    """Whether the sampler's log probabilities are the policy's own, up to the rounding of fp32."""
+    return e.engine.exact and state.model.dtype == torch.float32
 
 
 def shape_rewards(e: Experiment, state: State, rollouts: Rollouts) -> Rollouts:

@@ -21,7 +21,7 @@ from moe_rl.assembly import build_state
 from moe_rl.benchmarks.loop import Cycles, experiment
 from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.experiment import Experiment
-from moe_rl.loop import derive_seed, sample_step
+from moe_rl.loop import derive_seed, sample_step, samples_exactly
 from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.store import read_study
 from moe_rl.update import take_update
@@ -117,7 +117,8 @@ def bare_loop(e: Experiment, cache_dir: str) -> Generator[list[dict[str, Any]], 
         rollouts, _ = sample_step(e, state, step)
         advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        batches = old_pass(model, rollouts, advantages, rows, e.arm, micro_batch=e.micro_batch)
+        exact = samples_exactly(e, state)
+        batches = old_pass(model, rollouts, advantages, rows, e.arm, micro_batch=e.micro_batch, exact=exact)
         drift.begin_step(step, rollouts)
         updates = []
         for number, batch in enumerate(batches, start=1):
