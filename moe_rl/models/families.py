@@ -8,6 +8,7 @@ forwarded is a router. Routers choose with `torch.topk` over the experts, so one
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -53,10 +54,10 @@ class RouterSite:
 
 def find_routers(model: nn.Module) -> list[RouterSite]:
     """The routers below `model`, in module order; [] for a dense model. RoutingError for a refused family."""
-    classes = _router_classes(model)
+    modules = dict(model.named_modules())
+    classes = _router_classes(modules.values())
     if not classes:
         return []
-    modules = dict(model.named_modules())
     sites = []
     for name, module in modules.items():
         if not isinstance(module, classes):
@@ -129,12 +130,12 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for module in expert_modules(model) for parameter in module.parameters()]
 
 
-def _router_classes(model: nn.Module) -> tuple[type, ...]:
+def _router_classes(modules: Iterable[nn.Module]) -> tuple[type, ...]:
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
 
     classes: list[type] = []
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, PreTrainedModel):
             declared = _CAN_RECORD_REGISTRY.get(module).get("router_logits")
             for entry in declared if isinstance(declared, list) else [declared]:
