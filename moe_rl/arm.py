@@ -34,7 +34,8 @@ LABELS = {
 KEEPS = {"thresholded": keep_likely, "sticky": keep_unless_outdone}  # the modes that have a threshold
 
 OLD_LOGPROBS = {
-    "recompute": "ratios are taken against the trainer's own log probabilities of the old policy",
+    "recompute": "ratios are taken against the trainer's own log probabilities of the old policy; no forward is made "
+    "for them where an fp32 engine samples from that very policy and so has said them, up to rounding",
     "engine": "ratios are taken against the log probabilities that the engine sampled with",
 }
 
