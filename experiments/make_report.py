@@ -20,11 +20,12 @@ def main() -> int:
     chosen = parser.parse_args()
     try:
         for folder in chosen.folders:
-            if is_study(folder):
-                _, paths = report_study(folder, chosen.format)
-            else:
-                paths = report_results(folder, chosen.format)
-            print(*(path for path in paths if path.stem == "report"), sep="\n")
+            paths = (
+                report_study(folder, chosen.format)[1] if is_study(folder) else report_results(folder, chosen.format)
+            )
+            for path in paths:
+                if path.stem == "report":
+                    print(path, flush=True)
     except (StoreError, FigureError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,7 +23,7 @@ from moe_rl import cli
 from moe_rl.config import identity, knobs, settle
 from moe_rl.experiment import ConfigError
 from moe_rl.progress import Board
-from moe_rl.store import DONE, StoreError, check_config, make_folder, read_status, run_folder, state_of
+from moe_rl.store import DONE, StoreError, check_config, differing_keys, make_folder, read_status, run_folder, state_of
 
 POLL_SECONDS = 0.5
 ELSEWHERE = "is being written by another process; launch again when that has ended"
@@ -129,8 +129,15 @@ def _refuse_twins(runs: list[Run]) -> None:
     seen: dict[Path, Run] = {}
     for run in runs:
         twin = seen.setdefault(run.folder, run)
-        if twin is not run:
-            raise ConfigError(f"{twin.name} and {run.name} are the same run; sweep over what differs")
+        if twin is run:
+            continue
+        differ = differing_keys(*(identity(OmegaConf.create(one.config)) for one in (twin, run)))
+        if differ:
+            raise ConfigError(
+                f"{twin.name} and {run.name} have one name in results and differ in {', '.join(differ[:3])}; arms that "
+                "differ in settings alone are a sweep of one arm over these"
+            )
+        raise ConfigError(f"{twin.name} and {run.name} are the same run; sweep over what differs")
 
 
 def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:

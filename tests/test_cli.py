@@ -197,6 +197,24 @@ def test_a_checkpoint_without_moe_layers_says_so(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("playground/**/drift.jsonl"))
 
 
+def test_arms_of_ones_own_that_differ_in_numbers_alone_are_told_apart_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf" / "arm").mkdir(parents=True)
+    for name, low in {"one": 0.1, "other": 0.2}.items():
+        loss = f"policy_loss: {{_target_: moe_rl.policy_losses.grpo.Grpo, clip_low: {low}}}"
+        (tmp_path / "conf" / "arm" / f"{name}.yaml").write_text(f"defaults: [schema, _self_]\n{loss}\n")
+    code, _, err = train_here(
+        monkeypatch,
+        capsys,
+        "--config-dir",
+        str(tmp_path / "conf"),
+        "-m",
+        "arm=one,other",
+        f"launch.results_dir={tmp_path}",
+    )
+    assert (code, err.count("\n")) == (2, 1)
+    assert "have one name in results and differ in arm.policy_loss.clip_low (0.1 / 0.2); arms that" in err
+
+
 def test_the_config_is_readable(monkeypatch, capsys):
     _, out, _ = train_here(monkeypatch, capsys, "--cfg", "job")
     assert "clip_high: 0.27" in out
@@ -290,6 +308,8 @@ def test_status_shows_where_runs_stand(sweep, tmp_path):
     done = subprocess.run([sys.executable, script, str(sweep[0] / "s")], capture_output=True, text=True)
     assert "4 of 4 runs done" in done.stdout
     assert done.stdout.count("finished") == 4
+    all_studies = subprocess.run([sys.executable, script, str(sweep[0])], capture_output=True, text=True)
+    assert all_studies.stdout == done.stdout
     done = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, "no runs below" in done.stderr) == (2, True)
 

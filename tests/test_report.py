@@ -70,7 +70,7 @@ def results(tmp_path_factory):
     (run / "status.json").write_text(json.dumps(seal({**store.read_status(run), "reason": REASON})))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "names", lambda: ["clip_fraction", "reward"])  # the others have tests of their own
-        report.report_results(folder)
+        list(report.report_results(folder))
     return folder
 
 

@@ -5,7 +5,7 @@ results/<study>/report.md|html    one study     results/report.md|html    all of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_rl import claims, figures, summary
@@ -44,17 +44,19 @@ def report_study(folder: Path, formats: Sequence[str] = ("png",)) -> tuple[Study
     return study, [*paths, *_write(study.folder, study_markdown(study))]
 
 
-def report_results(results: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Report every study below a folder, then all claims over all of them. Errors: StoreError when there is none."""
+def report_results(results: Path, formats: Sequence[str] = ("png",)) -> Iterator[Path]:
+    """Report every study below a folder, then all claims over all of them; yields each path once it is written.
+
+    Errors: StoreError when there is none.
+    """
     folders = sorted(path for path in results.iterdir() if path.is_dir() and is_study(path)) if results.is_dir() else []
     if not folders:
         raise StoreError(f"no study below {results}; give results/<study>, or a folder that holds studies")
-    studies, written = {}, []
+    studies = {}
     for folder in folders:
-        study, paths = report_study(folder, formats)
-        studies[folder.name] = study
-        written += paths
-    return [*written, *_write(results, results_markdown(studies))]
+        studies[folder.name], paths = report_study(folder, formats)
+        yield from paths
+    yield from _write(results, results_markdown(studies))
 
 
 def _write(folder: Path, markdown: str) -> list[Path]:
