@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe_rl.policy import positions
 
@@ -52,6 +52,16 @@ def in_place_cache(model: PreTrainedModel, columns: int) -> DynamicCache | None:
         return None
     cache.layers = [InPlaceLayer(columns) for _ in cache.layers]
     return cache
+
+
+def decodes_as_it_reads(model: PreTrainedModel) -> bool:
+    """Whether token by token, with a cache, the model computes what it does in one forward, up to rounding.
+
+    Known of layers that keep keys and values. Not so where attention picks a few of the cached tokens (DeepSeek-V3.2)
+    or compresses them (DeepSeek-V4): there the two differ by whole nats.
+    """
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    return model._supports_default_dynamic_cache() and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def read_prompts(

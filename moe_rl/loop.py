@@ -15,6 +15,7 @@ from moe_rl.assembly import EVAL_SEED, build_state, facts, probe_noise
 from moe_rl.checkpoint import saving
 from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal, rollout_columns
+from moe_rl.kv_cache import decodes_as_it_reads
 from moe_rl.models.families import find_routers
 from moe_rl.old_pass import old_pass, split_rows
 from moe_rl.policy_folder import save_policy
@@ -162,7 +163,7 @@ def sample(e: Experiment, state: State, prompts: list[Any], step: int, number: i
 
 def samples_exactly(e: Experiment, state: State) -> bool:
     """Whether the sampler's log probabilities are the policy's own, up to the rounding of fp32."""
-    return e.engine.exact and state.model.dtype == torch.float32
+    return e.engine.exact and state.model.dtype == torch.float32 and decodes_as_it_reads(state.model)
 
 
 def shape_rewards(e: Experiment, state: State, rollouts: Rollouts) -> Rollouts:

@@ -1,6 +1,7 @@
 """Every MoE family of transformers is in the table; here the core ones, every adapter and every refusal run again."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,14 @@ from models import random_trace_like, tiny, tokens
 
 import moe_rl.models
 from moe_rl import record, replay
+from moe_rl.engines.hf import Hf
+from moe_rl.loop import samples_exactly
 from moe_rl.models.families import find_routers
+from moe_rl.models.tokenizer import character_tokenizer
+from moe_rl.policy import response_logprobs
 from moe_rl.routing_trace import RoutingError
+from moe_rl.tasks.base import Example
+from moe_rl.tasks.reverse import Reverse
 
 TABLE = (Path(moe_rl.models.__file__).parent / "FAMILIES.md").read_text("utf-8")
 QUICK = [family for family in FAMILIES if family.quick]
@@ -30,6 +37,19 @@ def test_the_table_lists_exactly_the_families_of_transformers():
 @pytest.mark.parametrize("family", QUICK, ids=[family.label for family in QUICK])
 def test_a_family_does_what_its_row_says(family):
     assert row(family) in TABLE.splitlines()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mixtral", "deepseek_v32", "deepseek_v4"])
+def test_a_sampler_speaks_for_the_old_policy_only_where_decoding_is_a_whole_forward(name):
+    """Attention that picks or compresses what is cached has another distribution than in a whole forward."""
+    model = next(family for family in FAMILIES if family.name == name).build()
+    examples = [Example("", prompt, "") for prompt in ("a", "abcdefgh=", "bc=")]
+    rollouts = Hf(max_new_tokens=8).sample(model, character_tokenizer(), Reverse(), examples, 3, 0)
+    with torch.no_grad():
+        logprobs_BT, _ = response_logprobs(model, rollouts)
+    same = torch.allclose(logprobs_BT, rollouts.rollout_logprobs_BT, atol=1e-4)
+    assert same == (name not in ("deepseek_v32", "deepseek_v4"))
+    assert samples_exactly(SimpleNamespace(engine=Hf()), SimpleNamespace(model=model)) == same
 
 
 def test_a_looped_model_has_an_entry_for_each_run_and_keeps_them_apart():
