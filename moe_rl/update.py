@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from moe_rl.corrections import router_shift, tails
 from moe_rl.foresight import ranked_scores, teach
 from moe_rl.old_pass import MicroBatch, OldView
 from moe_rl.policy import response_logprobs
-from moe_rl.records import PolicyBatch, Rollouts
+from moe_rl.records import LossOutput, PolicyBatch, Rollouts
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
 from moe_rl.routers.base import NATIVE, Router
@@ -43,61 +44,100 @@ def take_update(
     looked at the mini-batch yet, the model is still the old policy: its log probabilities are noted, its routing is
     live.
     """
-    correction, kl = arm.correction, arm.kl
-    rollouts = [part.rollouts for part in batch]
-    num_sequences = sum(int(part.response_BT.any(1).sum()) for part in rollouts)
-    num_tokens = sum(int(part.response_BT.sum()) for part in rollouts)
-    num_real = sum(int(part.attention_BS.sum()) for part in rollouts)
-    log_ratios, clipped, kept, total = [], [], [], 0.0
-    extras: dict[str, float] = collections.defaultdict(float)
+    sizes = Sizes.of(batch)
+    loss, log_ratios, clipped, kept = 0.0, [], [], []
+    columns: dict[str, float] = collections.defaultdict(float)
     optimizer.zero_grad(set_to_none=True)
     for part in batch:
-        tokens, mask_BT, old = part.rollouts, part.rollouts.response_BT, part.old
+        tokens, old = part.rollouts, part.old
         forced = replay(model, old.routing, arm.keep) if old and arm.replay != "none" else contextlib.nullcontext()
         with forced as replaying:
             with contextlib.ExitStack() as stack:
-                seen = stack.enter_context(router_outputs(model)) if pressure.on or correction.needs_routers else []
+                watched = pressure.on or arm.correction.needs_routers
+                seen = stack.enter_context(router_outputs(model)) if watched else []
                 scores = stack.enter_context(ranked_scores(model)) if old and old.scores else []
                 logprobs_BT, entropy_BT = response_logprobs(model, tokens)
             if old is None:
                 part.old = old = OldView(logprobs_BT.detach(), entropy_BT)
-            share = int(tokens.attention_BS.sum()) / num_real
+            total, output, log_w_BT, told = objective(part, old, logprobs_BT, seen, arm, pressure, sizes)
             if old.scores:
-                for name, value in teach(model, router, old.scores, scores, tokens.attention_BS).items():
-                    extras[name] += share * value
-            shift_BT = predicting_shift(seen, tokens, old) if correction.needs_routers else None
-            logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, tokens.rollout_logprobs_BT, mask_BT, shift_BT)
-            old_BT = tokens.rollout_logprobs_BT if part.from_engine else old.logprobs_BT
-            output = arm.policy_loss(
-                PolicyBatch(logprobs_BT, old_BT, mask_BT, part.advantages, num_sequences, num_tokens)
-            )
-            objective = output.loss
-            if kl.on:
-                term = kl(logprobs_BT, old_BT, part.reference_BT, mask_BT, num_tokens)
-                objective = objective + kl.coefficient * term
-                extras["reference_kl"] += float(term.detach())
-            if pressure.on:
-                extra, values = pressure(seen, tokens.attention_BS, old.router_logits)
-                objective = objective + share * extra
-                for name, value in values.items():
-                    extras[name] += share * value
-            objective.backward()
-        total += float(output.loss.detach())
-        if replaying is not None:
-            kept += replaying.kept
-        log_ratios.append((logprobs_BT.detach() - old_BT, mask_BT))
+                share = sizes.share(tokens)
+                told |= {
+                    name: share * x for name, x in teach(model, router, old.scores, scores, tokens.attention_BS).items()
+                }
+            total.backward()
+        loss += float(output.loss.detach())
+        log_ratios.append((log_w_BT, tokens.response_BT))
         clipped.append(output.clipped_BT)
+        kept += replaying.kept if replaying is not None else []
+        for name, value in told.items():
+            columns[name] += value
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     grad_norm = float(nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf))
     lr = optimizer.param_groups[0]["lr"]
-    if math.isfinite(total) and math.isfinite(grad_norm):
+    if math.isfinite(loss) and math.isfinite(grad_norm):
         optimizer.step()
         schedule.step()
-    row = {"loss": total, "grad_norm": grad_norm, "lr": lr, **extras}
+    row = {"loss": loss, "grad_norm": grad_norm, "lr": lr, **columns}
     if kept:
         used, replayed_slots = (sum(int(count) for count in counts) for counts in zip(*kept, strict=True))
         row["replay_kept"] = used / replayed_slots
-    return row | clip_columns(clipped, num_sequences, num_tokens) | ratio_columns(log_ratios)
+    return row | clip_columns(clipped, sizes.sequences, sizes.tokens) | ratio_columns(log_ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a whole mini-batch: sequences with a response, response tokens, and real tokens, prompts included."""
+
+    sequences: int
+    tokens: int
+    real: int
+
+    @classmethod
+    def of(cls, batch: Sequence[MicroBatch]) -> Sizes:
+        parts = [part.rollouts for part in batch]
+        return cls(
+            sum(int(part.response_BT.any(1).sum()) for part in parts),
+            sum(int(part.response_BT.sum()) for part in parts),
+            sum(int(part.attention_BS.sum()) for part in parts),
+        )
+
+    def share(self, part: Rollouts) -> float:
+        """A micro-batch's share of the real tokens."""
+        return int(part.attention_BS.sum()) / self.real
+
+
+def objective(
+    part: MicroBatch,
+    old: OldView,
+    logprobs_BT: Tensor,
+    seen: list[tuple[Tensor, Tensor]],
+    arm: Arm,
+    pressure: RouterPressure,
+    sizes: Sizes,
+) -> tuple[Tensor, LossOutput, Tensor, dict[str, float]]:
+    """What a micro-batch adds to the objective of its mini-batch: policy loss, KL to the reference, router pressure.
+
+    logprobs_BT: under the new policy. seen: what its routers gave out, where they are watched. Returns the scalar to
+    differentiate, what the policy loss said, log w [B, T] without gradient, and columns to be summed.
+    """
+    correction, kl = arm.correction, arm.kl
+    tokens, mask_BT = part.rollouts, part.rollouts.response_BT
+    shift_BT = predicting_shift(seen, tokens, old) if correction.needs_routers else None
+    logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, tokens.rollout_logprobs_BT, mask_BT, shift_BT)
+    old_BT = tokens.rollout_logprobs_BT if part.from_engine else old.logprobs_BT
+    output = arm.policy_loss(PolicyBatch(logprobs_BT, old_BT, mask_BT, part.advantages, sizes.sequences, sizes.tokens))
+    total, columns = output.loss, {}
+    if kl.on:
+        term = kl(logprobs_BT, old_BT, part.reference_BT, mask_BT, sizes.tokens)
+        total = total + kl.coefficient * term
+        columns["reference_kl"] = float(term.detach())
+    if pressure.on:
+        share = sizes.share(tokens)
+        extra, values = pressure(seen, tokens.attention_BS, old.router_logits)
+        total = total + share * extra
+        columns |= {name: share * value for name, value in values.items()}
+    return total, output, logprobs_BT.detach() - old_BT, columns
 
 
 def predicting_shift(seen: list[tuple[Tensor, Tensor]], tokens: Rollouts, old: OldView) -> Tensor:

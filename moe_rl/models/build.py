@@ -118,7 +118,7 @@ class Checkpoint:
     path: str = ""
     revision: str = "main"
     dtype: str = "bfloat16"  # float32 or bfloat16
-    experts_implementation: str = "grouped_bag"  # grouped_bag, grouped_mm, eager or megablocks (see models/experts.py)
+    experts_implementation: str = "grouped_mm"  # grouped_bag, grouped_mm, eager or megablocks (see models/experts.py)
     max_positions: int = 0
 
     def __post_init__(self) -> None:

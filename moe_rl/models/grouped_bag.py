@@ -1,10 +1,11 @@
 """An expert kernel for the CPU: transformers' `grouped_mm`, with fewer passes over memory around the products.
 
-    model.set_experts_implementation("grouped_bag")        # the default of conf/: model.experts_implementation
+    model.set_experts_implementation("grouped_bag")        # model.experts_implementation, default of the tiny models
 
 The products are torch's grouped ones. Around them a token's rows are gathered, and the outputs of its experts weighted
 and summed, by one operator each (index_select, embedding_bag), which differentiate into one another. Results differ
-from `grouped_mm` in the last bits. Anywhere but on fp32 tensors of the CPU it is `grouped_mm`.
+from `grouped_mm` in the last bits. Anywhere but on fp32 tensors of the CPU it is `grouped_mm`, which is a checkpoint's
+default: on a GPU `generate` takes `batched_mm` for it while decoding, but not for this.
 """
 
 from __future__ import annotations
