@@ -430,13 +430,18 @@ def test_two_launches_of_one_study_at_once_leave_each_run_whole(sweep, tmp_path,
     results, arguments, _ = sweep
     again = [f"launch.results_dir={tmp_path}" if a.startswith("launch.results_dir=") else a for a in arguments]
     other = subprocess.Popen([sys.executable, TRAIN, "-m", *again], stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("s/*/*/seed_*/status.json")):
+    while not (begun := list(tmp_path.glob("s/*/*/seed_*/status.json"))):
         assert other.poll() is None
         time.sleep(0.02)
-    code, _, err = train_here(monkeypatch, capsys, "-m", *again)
+    writing = json.loads(begun[0].read_text())["pid"]
+    os.kill(writing, signal.SIGSTOP)  # so that it is still at it when the second launch comes by
+    try:
+        code, _, err = train_here(monkeypatch, capsys, "-m", *again)
+    finally:
+        os.kill(writing, signal.SIGCONT)
     others_err = other.communicate(timeout=300)[1]
     said = err.splitlines() + others_err.splitlines()
-    assert said
+    assert err
     assert all(line.startswith("failed: ") and "is being written by another process" in line for line in said), said
     assert (code, other.returncode) == (int(bool(err)), int(bool(others_err)))
     for table in ("updates", "drift"):
