@@ -84,7 +84,6 @@ def _compared(study: Study, pairs: list[tuple[Cell, Cell]]) -> pd.DataFrame:
     runs = run_measures(study)
     runs = runs[(runs["state"] == "finished") & runs["final_reward"].notna()]
     rows: list[dict[str, Any]] = []
-    p_values: dict[str, dict[str, float]] = {"p": {}, "sign_flip_p": {}}
     for (first, knobs), (second, other_knobs) in pairs:
         a, b = (
             runs[(runs["arm"] == arm) & (runs["knobs"] == at)].set_index("seed")["final_reward"].to_dict()
@@ -92,12 +91,8 @@ def _compared(study: Study, pairs: list[tuple[Cell, Cell]]) -> pd.DataFrame:
         )
         if not a.keys() & b.keys():
             continue
-        difference = stats.paired_difference(a, b)
-        if difference.n >= stats.CLAIM_RUNS:
-            p = stats.t_test_p(stats.paired(a, b))
-            p_values["p"][str(len(rows))] = 1.0 if np.isnan(p) else p
-        if stats.CLAIM_RUNS <= difference.n <= stats.EXACT_LIMIT:
-            p_values["sign_flip_p"][str(len(rows))] = stats.sign_flip_p(stats.paired(a, b))
+        differences = stats.paired(a, b)
+        difference, (p, sign_flip_p) = stats.mean_interval(differences), stats.both_tests(differences)
         rows.append(
             {
                 "knobs": knobs,
@@ -108,11 +103,13 @@ def _compared(study: Study, pairs: list[tuple[Cell, Cell]]) -> pd.DataFrame:
                 "difference": difference.value,
                 "low": difference.low,
                 "high": difference.high,
+                "p": p,
+                "sign_flip_p": sign_flip_p,
             }
         )
-    adjusted = {test: stats.holm(values) for test, values in p_values.items()}
-    for number, row in enumerate(rows):
-        row |= {test: values.get(str(number), float("nan")) for test, values in adjusted.items()}
+    adjusted = (stats.holm([row[test] for row in rows]) for test in ("p", "sign_flip_p"))
+    for row, p, sign_flip_p in zip(rows, *adjusted, strict=True):
+        row |= {"p": p, "sign_flip_p": sign_flip_p}
         row["claim"] = stats.TOO_FEW if np.isnan(row["p"]) else "differ" if row["p"] < 0.05 else "no difference shown"
     order = {knobs: place for place, knobs in enumerate(knobs_of(study))}
     rows.sort(key=lambda row: order[row["knobs"]])

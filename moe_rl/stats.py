@@ -6,7 +6,7 @@ are not finite are refused: a run that diverged is counted and reported, never a
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from scipy.special import stdtr, stdtrit
 CLAIM_RUNS = 5
 BOOTSTRAP_RUNS = 10
 EXACT_LIMIT = 20
+LEVEL = 0.95  # of every interval
 TOO_FEW = "too few seeds for a significance claim"
 
 Numbers = Sequence[float] | npt.NDArray[np.float64]
@@ -51,41 +52,37 @@ def _finite(values: Numbers, least: int, what: str) -> npt.NDArray[np.float64]:
     return array
 
 
-def mean_interval(values: Numbers, level: float = 0.95) -> Estimate:
-    """Mean and Student t interval: m ± t_{n-1, (1+level)/2} · sd / sqrt(n), sd with n - 1. Unit: that of the values.
+def mean_interval(values: Numbers) -> Estimate:
+    """Mean and Student t interval: m ± t_{n-1, (1+LEVEL)/2} · sd / sqrt(n), sd with n - 1. Unit: that of the values.
 
     Errors: StatsError without values or with one that is not finite. Source: Student 1908; any text book.
     """
     array = _finite(values, 1, "a mean")
-    mean, low, high = mean_intervals(array[None], level)[0]
+    mean, low, high = mean_intervals(array[None])[0]
     return Estimate(float(mean), float(low), float(high), len(array))
 
 
-def mean_intervals(values: npt.NDArray[np.float64], level: float = 0.95) -> npt.NDArray[np.float64]:
+def mean_intervals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """`mean_interval` of every row of [points, runs] at once: [points, 3] of mean, low, high. Errors: as there."""
     points, n = values.shape
     _finite(values, min(1, points), "a mean")
     mean = values.mean(axis=1)
     if n == 1:
         return np.stack([mean, *np.full((2, points), np.nan)], axis=1)
-    half = stdtrit(n - 1, (1 + level) / 2) * values.std(axis=1, ddof=1) / np.sqrt(n)
+    half = stdtrit(n - 1, (1 + LEVEL) / 2) * values.std(axis=1, ddof=1) / np.sqrt(n)
     return np.stack([mean, mean - half, mean + half], axis=1)
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> npt.NDArray[np.float64]:
-    """a - b for the seeds that both arms have, in the order of the seeds. Errors: StatsError when they share none."""
+    """a - b for the seeds that both arms have, in the order of the seeds. Unit: that of the values.
+
+    Pairing by seed removes what both arms share: prompts, start and sampling stream. Errors: StatsError when they
+    share none.
+    """
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         raise StatsError(f"no common seed: {sorted(a)} and {sorted(b)}; run both arms with the same seeds")
     return _finite([a[seed] - b[seed] for seed in seeds], 1, "a paired difference")
-
-
-def paired_difference(a: Mapping[int, float], b: Mapping[int, float], level: float = 0.95) -> Estimate:
-    """Mean of a - b over common seeds with the t interval of the differences. Unit: that of the values.
-
-    Pairing by seed removes what both arms share: prompts, start and sampling stream. Errors: as `paired`.
-    """
-    return mean_interval(paired(a, b), level)
 
 
 def sign_flip_p(differences: Numbers) -> float:
@@ -107,7 +104,7 @@ def sign_flip_p(differences: Numbers) -> float:
 
 
 def t_test_p(differences: Numbers) -> float:
-    """Two-sided p of the paired t test: 2 · F_{n-1}(-|m| / (sd / sqrt(n))). No unit; NaN when all differences are 0.
+    """Two-sided p of the paired t test: 2 · F_{n-1}(-|m| / (sd / sqrt(n))). No unit; 1 when all differences are 0.
 
     Errors: StatsError below 5 differences.
     """
@@ -116,23 +113,33 @@ def t_test_p(differences: Numbers) -> float:
     array = _finite(differences, CLAIM_RUNS, "a t test")
     error = array.std(ddof=1) / np.sqrt(len(array))
     if error == 0:
-        return float("nan") if array.mean() == 0 else 0.0
+        return 1.0 if array.mean() == 0 else 0.0
     return float(2 * stdtr(len(array) - 1, -abs(array.mean()) / error))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjusted p: running maximum of (m - rank) · p in rising order, at most 1; keys as given.
+def both_tests(differences: Numbers) -> tuple[float, float]:
+    """(t_test_p, sign_flip_p), each NaN for fewer or more differences than it takes."""
+    n = len(differences)
+    return (
+        t_test_p(differences) if n >= CLAIM_RUNS else math.nan,
+        sign_flip_p(differences) if CLAIM_RUNS <= n <= EXACT_LIMIT else math.nan,
+    )
 
-    Controls the chance of any false claim over all pairs. Errors: StatsError for a p outside [0, 1].
-    Source: Holm 1979, Scand. J. Statist. 6, 65-70.
+
+def holm(p_values: Numbers) -> list[float]:
+    """Holm's step-down adjusted p, in the order given: running maximum of (m - rank) · p in rising order, at most 1.
+
+    NaN, where nothing was tested, stays NaN and does not count towards m. Controls the chance of any false claim over
+    all pairs. Errors: StatsError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6, 65-70.
     """
-    for name, p in p_values.items():
-        if not 0 <= p <= 1:
-            raise StatsError(f"p value of {name} is {p}, outside [0, 1]")
-    rising = sorted(p_values, key=lambda name: p_values[name])
-    steps = (min(1.0, (len(rising) - rank) * p_values[name]) for rank, name in enumerate(rising))
-    adjusted = dict(zip(rising, itertools.accumulate(steps, max), strict=True))
-    return {name: adjusted[name] for name in p_values}
+    raw = np.asarray(p_values, dtype=np.float64)
+    if ((raw < 0) | (raw > 1)).any():
+        raise StatsError(f"p values {p_values} reach outside [0, 1]")
+    rising = raw.argsort()  # NaN last
+    steps = np.minimum(1.0, (np.isfinite(raw).sum() - np.arange(len(raw))) * raw[rising])
+    adjusted = np.empty_like(raw)
+    adjusted[rising] = np.maximum.accumulate(steps)
+    return [float(p) for p in adjusted]
 
 
 def iqm(values: Numbers) -> float:
@@ -146,7 +153,7 @@ def iqm(values: Numbers) -> float:
 
 
 def iqm_bootstrap(
-    runs_by_task: Mapping[str, Numbers], generator: np.random.Generator, resamples: int = 10_000, level: float = 0.95
+    runs_by_task: Mapping[str, Numbers], generator: np.random.Generator, resamples: int = 10_000
 ) -> Estimate:
     """IQM over all runs of all tasks with a stratified percentile bootstrap: runs are redrawn within each task.
 
@@ -161,7 +168,7 @@ def iqm_bootstrap(
     pooled = np.sort(np.concatenate(drawn, axis=1), axis=1)
     cut = pooled.shape[1] // 4
     means = pooled[:, cut : pooled.shape[1] - cut].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(iqm(np.concatenate(tasks)), float(low), float(high), min(len(runs) for runs in tasks))
 
 
@@ -173,7 +180,7 @@ class PowerLaw:
     intercept: float
 
 
-def log_log_slope(x: Numbers, y: Numbers, level: float = 0.95) -> PowerLaw:
+def log_log_slope(x: Numbers, y: Numbers) -> PowerLaw:
     """Exponent b of y = a·x^b: least squares on logs, t interval with n - 2 degrees of freedom. No unit.
 
     Errors: StatsError below 3 points, for unequal lengths, for values that are not positive, for a constant x.
@@ -190,5 +197,5 @@ def log_log_slope(x: Numbers, y: Numbers, level: float = 0.95) -> PowerLaw:
     slope = float(((u - u.mean()) * (v - v.mean())).sum() / spread)
     intercept = float(v.mean() - slope * u.mean())
     residual = float(((v - intercept - slope * u) ** 2).sum())
-    half = float(stdtrit(len(u) - 2, (1 + level) / 2) * np.sqrt(residual / (len(u) - 2) / spread))
+    half = float(stdtrit(len(u) - 2, (1 + LEVEL) / 2) * np.sqrt(residual / (len(u) - 2) / spread))
     return PowerLaw(Estimate(slope, slope - half, slope + half, len(u)), intercept)

@@ -27,24 +27,14 @@ def level_of(what: str, values: Values, at: str = "", tested: bool = True) -> Ef
     numbers = [value for value in values.values() if math.isfinite(value)]
     if not numbers:
         return Effect(what, stats.Estimate(math.nan, math.nan, math.nan, 0), at)
-    estimate = stats.mean_interval(numbers)
-    if not tested or len(numbers) < stats.CLAIM_RUNS:
-        return Effect(what, estimate, at)
-    p = stats.t_test_p(numbers)
-    exact = stats.sign_flip_p(numbers) if len(numbers) <= stats.EXACT_LIMIT else math.nan
-    return Effect(what, estimate, at, 1.0 if math.isnan(p) else p, exact)
+    p, exact = stats.both_tests(numbers) if tested else (math.nan, math.nan)
+    return Effect(what, stats.mean_interval(numbers), at, p, exact)
 
 
 def with_holm(effects: Sequence[Effect]) -> list[Effect]:
     """The same effects, both p values adjusted over all of them that have one."""
-    adjusted = [dict[str, float](), dict[str, float]()]
-    for table, name in zip(adjusted, ("p", "sign_flip_p"), strict=True):
-        raw = {str(i): getattr(effect, name) for i, effect in enumerate(effects)}
-        table |= stats.holm({key: p for key, p in raw.items() if not math.isnan(p)})
-    return [
-        dataclasses.replace(e, p=adjusted[0].get(str(i), math.nan), sign_flip_p=adjusted[1].get(str(i), math.nan))
-        for i, e in enumerate(effects)
-    ]
+    adjusted = (stats.holm([getattr(effect, test) for effect in effects]) for test in ("p", "sign_flip_p"))
+    return [dataclasses.replace(e, p=p, sign_flip_p=exact) for e, p, exact in zip(effects, *adjusted, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------- numbers of one study
