@@ -24,8 +24,8 @@ from moe_rl.claims.base import (
 from moe_rl.store import Study
 
 __all__ = [
-    "NOT_SUPPORTED", "NOT_TESTABLE", "SUPPORTED", "VERDICTS", "Claim", "Effect", "Finding", "Judgement", "all_claims",
-    "judge", "judge_all", "names",
+    "NOT_SUPPORTED", "NOT_TESTABLE", "SUPPORTED", "VERDICTS", "Claim", "Effect", "Finding", "Judgement", "judge",
+    "judge_all", "names",
 ]  # fmt: skip
 
 
@@ -33,10 +33,6 @@ def names() -> list[str]:
     """All claims, by walking this package; `base` and files whose name starts with _ are what they share."""
     found = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in found if name != "base" and not name.startswith("_"))
-
-
-def all_claims() -> list[Claim]:
-    return [importlib.import_module(f"{__name__}.{name}").CLAIM for name in names()]
 
 
 def judge(name: str, studies: Mapping[str, Study]) -> tuple[Claim, Finding]:

@@ -65,9 +65,10 @@ class Numbers:
         reached = {knobs: float(np.mean(values)) for knobs, values in means.items() if values}
         return max(reached, key=lambda knobs: reached[knobs]) if reached else None
 
-    def seeds(self, arm: str, knobs: str | None) -> int:
-        """How many runs of an arm at a setting have a result."""
-        return 0 if knobs is None else len(self.of("outcome", arm=arm, knobs=knobs))
+    def at_best(self, column: str, arm: str, **where: object) -> dict[int, float]:
+        """Seed -> the column's value at the arm's best setting; {} where it has none."""
+        knobs = self.best_setting(arm, **where)
+        return {} if knobs is None else self.of(column, arm=arm, knobs=knobs)
 
     def rows(self, **where: object) -> pd.DataFrame:
         rows = self.table
@@ -84,7 +85,7 @@ class Numbers:
 def first_with_seeds(studies: Mapping[str, Study], names: Sequence[str], arm: str) -> Numbers:
     """Numbers of the first of these studies in which `arm` has enough seeds for a claim, else of the first that ran."""
     every = [numbers_of(studies[name]) for name in names if name in studies]
-    enough = (one for one in every if one.seeds(arm, one.best_setting(arm)) >= stats.CLAIM_RUNS)
+    enough = (one for one in every if len(one.at_best("outcome", arm)) >= stats.CLAIM_RUNS)
     return next(enough, every[0])
 
 
@@ -104,15 +105,17 @@ def model_note(study: Study) -> str:
 
 def nothing_to_cure(numbers: Numbers, **where: object) -> list[str]:
     """A note, if GRPO without any cure gains reward at its best setting, too."""
-    best = numbers.best_setting("grpo", **where)
-    gain = stats.Estimate(math.nan, math.nan, math.nan, 0)
-    if best is not None:
-        gain = level_of("", numbers.of("gain", arm="grpo", knobs=best)).estimate
+    gain = level_of("", numbers.at_best("gain", "grpo", **where)).estimate
     return [f"Plain GRPO gains {gain} here: there was nothing to cure."] if gain.low > 0 else []
 
 
-def frontier_effects(study: Study) -> list[Effect]:
-    """The largest learning rate that each arm survives, and by how many doublings the arms differ from the first."""
+def frontier_effects(studies: Mapping[str, Study]) -> list[Effect]:
+    """The largest learning rate that each arm survives, and by how many doublings each two differ.
+
+    Of study stability_frontier; nothing where it was not run.
+    """
+    if (study := studies.get("stability_frontier")) is None:
+        return []
     numbers = numbers_of(study, lr="optim.lr", at="updates")
     table = measures.largest_surviving(numbers.table, numbers.table["lr"])
     effects, doublings = [], []
@@ -122,9 +125,10 @@ def frontier_effects(study: Study) -> list[Effect]:
             for arm, rows in table[table["at"] == at].groupby("arm")
         }
         where = f"{study.folder.name}, M={at}"
-        for arm in (arm for arm in summary.arms_of(study) if arm in reached):
+        arms = [arm for arm in summary.arms_of(study) if arm in reached]
+        for arm in arms:
             effects.append(level_of(f"{arm}: largest learning rate survived", reached[arm], where, tested=False))
-        for one, other in itertools.combinations([arm for arm in summary.arms_of(study) if arm in reached], 2):
+        for one, other in itertools.combinations(arms, 2):
             a, b = ({s: math.log2(lr) for s, lr in reached[arm].items() if lr > 0} for arm in (other, one))
             doublings.append(contrast(f"doublings of that rate, {other} minus {one}", a, b, where))
     return [*effects, *with_holm(doublings)]

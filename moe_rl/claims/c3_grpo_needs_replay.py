@@ -59,14 +59,11 @@ def judge(studies: Mapping[str, Study]) -> Finding:
         verdict = too_few(effects[0]) if effects else Judgement(NOT_TESTABLE, f"{PLAIN} and {REPLAY} share no setting")
     else:
         verdict = _verdict(enough)
-    effects += [
-        effect for name in ("stability_frontier",) if name in studies for effect in frontier_effects(studies[name])
-    ]
     placebo = _placebo(studies)
     if verdict.verdict == SUPPORTED and any(above_zero(effect).verdict == SUPPORTED for effect in placebo):
         verdict = Judgement(NOT_SUPPORTED, f"{verdict.because}; but the routing of another sequence helps as well")
     counts = [_counts(*place) for place in judged]
-    return finding(verdict, [*effects, *placebo], counts)
+    return finding(verdict, [*effects, *frontier_effects(studies), *placebo], counts)
 
 
 def _difference(numbers: Numbers, one: str, other: str) -> Effect:
@@ -121,8 +118,7 @@ def _placebo(studies: Mapping[str, Study]) -> list[Effect]:
     if "controls" not in studies:
         return []
     numbers = numbers_of(studies["controls"], trains="optim.trains")
-    best = [numbers.best_setting(arm, trains="all") for arm in (PLACEBO, PLAIN)]
-    if None in best:
+    a, b = (numbers.at_best("outcome", arm, trains="all") for arm in (PLACEBO, PLAIN))
+    if not a or not b:
         return []
-    a, b = (numbers.of("outcome", arm=arm, knobs=knobs) for arm, knobs in zip((PLACEBO, PLAIN), best, strict=True))
     return with_holm([contrast(f"placebo: final reward, {PLACEBO} minus {PLAIN}", a, b, "controls")])

@@ -50,8 +50,7 @@ def judge(studies: Mapping[str, Study]) -> Finding:
     if best is None:
         return Finding(NOT_TESTABLE, f"arm {ARM} has no run with a result in study {numbers.study.folder.name}")
     gain, *losses = with_holm([_gain(numbers, best), *_losses(numbers, best)])
-    frontier = frontier_effects(studies["stability_frontier"]) if "stability_frontier" in studies else []
-    return finding(_verdict(gain, losses), [gain, *losses, *frontier], nothing_to_cure(numbers))
+    return finding(_verdict(gain, losses), [gain, *losses, *frontier_effects(studies)], nothing_to_cure(numbers))
 
 
 def _gain(numbers: Numbers, knobs: str) -> Effect:

@@ -30,7 +30,7 @@ CLAIM = Claim(
 def judge(studies: Mapping[str, Study]) -> Finding:
     numbers = numbers_of(studies["staleness"], updates="updates")
     stalest = max(numbers.table["updates"])
-    gain = level_of("the gain of gspo", _outcomes(numbers, "gspo", stalest, "gain"), f"staleness, M={stalest}")
+    gain = level_of("the gain of gspo", numbers.at_best("gain", "gspo", updates=stalest), f"staleness, M={stalest}")
     pairs = {(p, m): _pair(numbers, *p, m) for m in sorted(set(numbers.table["updates"])) for p in PAIRS}
     gain, against = with_holm([gain, pairs.pop((PAIRS[0], stalest))])
     shown = with_holm([effect for effect in pairs.values() if effect.estimate.n])
@@ -39,11 +39,6 @@ def judge(studies: Mapping[str, Study]) -> Finding:
     return finding(all_of(above_zero(gain), no_worse(against)), [gain, against, *shown])
 
 
-def _outcomes(numbers: Numbers, arm: str, updates: int, column: str = "outcome") -> dict[int, float]:
-    knobs = numbers.best_setting(arm, updates=updates)
-    return {} if knobs is None else numbers.of(column, arm=arm, knobs=knobs)
-
-
 def _pair(numbers: Numbers, plain: str, replayed: str, updates: int) -> Effect:
-    a, b = (_outcomes(numbers, arm, updates) for arm in (plain, replayed))
+    a, b = (numbers.at_best("outcome", arm, updates=updates) for arm in (plain, replayed))
     return contrast(f"final reward, {plain} minus {replayed}", a, b, f"staleness, M={updates}")

@@ -37,9 +37,5 @@ def judge(studies: Mapping[str, Study]) -> Finding:
 
 
 def _pair(numbers: Numbers, plain: str, replayed: str) -> Effect:
-    best = [numbers.best_setting(arm, updates=1) for arm in (plain, replayed)]
-    a, b = (
-        {} if knobs is None else numbers.of("outcome", arm=arm, knobs=knobs)
-        for arm, knobs in zip((plain, replayed), best, strict=True)
-    )
+    a, b = (numbers.at_best("outcome", arm, updates=1) for arm in (plain, replayed))
     return contrast(f"final reward, {plain} minus {replayed}", a, b, f"{numbers.study.folder.name}, M=1")

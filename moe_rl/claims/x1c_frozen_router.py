@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_rl.claims._effects import Numbers, contrast, level_of, model_note, nothing_to_cure, numbers_of, with_holm
+from moe_rl.claims._effects import contrast, level_of, model_note, nothing_to_cure, numbers_of, with_holm
 from moe_rl.claims.base import NOT_TESTABLE, RELEVANT, Claim, Finding, above_zero, all_of, finding, no_worse
 from moe_rl.store import Study
 
@@ -29,9 +29,10 @@ TRAINED = {"no_router": "frozen router", "router": "router alone", "experts": "e
 def judge(studies: Mapping[str, Study]) -> Finding:
     numbers = numbers_of(studies["controls"], updates="updates", trains="optim.trains")
     stalest = max(numbers.table["updates"])
-    replay = _values(numbers, "outcome", "grpo_routing_replay", "all", stalest)
-    outcomes = {trains: _values(numbers, "outcome", "grpo", trains, stalest) for trains in TRAINED}
-    gain = level_of("the gain with frozen router", _values(numbers, "gain", "grpo", "no_router", stalest))
+    replay = numbers.at_best("outcome", "grpo_routing_replay", trains="all", updates=stalest)
+    outcomes = {trains: numbers.at_best("outcome", "grpo", trains=trains, updates=stalest) for trains in TRAINED}
+    gains = numbers.at_best("gain", "grpo", trains="no_router", updates=stalest)
+    gain = level_of("the gain with frozen router", gains)
     against = contrast("final reward, frozen router minus replay", outcomes["no_router"], replay)
     if not against.estimate.n:
         return Finding(
@@ -46,14 +47,9 @@ def judge(studies: Mapping[str, Study]) -> Finding:
     slots = [
         level_of(f"slot change by one update, {told}", values, tested=False)
         for trains, told in TRAINED.items()
-        if (values := _values(numbers, "slot_change", "grpo", trains, stalest))
+        if (values := numbers.at_best("slot_change", "grpo", trains=trains, updates=stalest))
     ]
     notes = [f"All at M={stalest}. {model_note(numbers.study)}"]
     notes += nothing_to_cure(numbers, updates=stalest, trains="all")
     verdict = all_of(above_zero(gain), no_worse(against))
     return finding(verdict, [gain, against, *with_holm(others), *slots], notes)
-
-
-def _values(numbers: Numbers, column: str, arm: str, trains: str, updates: int) -> dict[int, float]:
-    knobs = numbers.best_setting(arm, updates=updates, trains=trains)
-    return {} if knobs is None else numbers.of(column, arm=arm, knobs=knobs)
