@@ -42,28 +42,21 @@ def run(
 
     report: called with each row of the table `steps`.
     """
-    training = train(e, writer, cache_dir)
-    while True:
-        try:
-            row = next(training)
-        except StopIteration as end:
-            return str(end.value)
-        report(row)
-
-
-def train(e: Experiment, writer: RunWriter, cache_dir: str) -> Generator[dict[str, Any], None, str]:
-    """`run`, step by step: yields each row of the table `steps`, that of step 0 first, and returns the final state."""
     journal = Journal(e.steps, writer)
     try:
-        return (yield from take_steps(e, writer, cache_dir, journal))
+        for row in train(e, journal, cache_dir):
+            report(row)
     except NotFiniteError as error:
         return journal.diverged(str(error))
+    return journal.finished()
 
 
-def take_steps(
-    e: Experiment, writer: RunWriter, cache_dir: str, journal: Journal
-) -> Generator[dict[str, Any], None, str]:
-    """The pipeline. NotFiniteError where the policy can no longer be sampled from."""
+def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str, Any], None, None]:
+    """The pipeline, step by step: yields each row of the table `steps`, that of step 0 first.
+
+    NotFiniteError where the policy can no longer be sampled from or trained.
+    """
+    writer = journal.writer
     state, told = build_state(e, cache_dir, warm=not writer.resumes)
     model, drift, critic = state.model, state.drift, state.critic
     if writer.resumes:
@@ -113,9 +106,7 @@ def take_steps(
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})
             if not (math.isfinite(update["loss"]) and math.isfinite(update["grad_norm"])):
-                return journal.diverged(
-                    f"loss {update['loss']}, gradient norm {update['grad_norm']} at update {number}"
-                )
+                raise NotFiniteError(f"loss {update['loss']}, gradient norm {update['grad_norm']} at update {number}")
             writer.append("drift", *drift.after_update(step, number))
             journal.lap("drift_s")
         drift.write_traces(writer.folder, step)
@@ -128,7 +119,6 @@ def take_steps(
     if e.launch.keep_policy:
         with saving(writer.folder / "policy"):
             save_policy(writer.folder / "policy", model, state.tokenizer, e.router)
-    return journal.finished()
 
 
 def sample_step(e: Experiment, state: State, step: int) -> tuple[Rollouts, list[Rollouts]]:

@@ -17,6 +17,7 @@ from moe_rl import cli, loop
 from moe_rl.config import build, config_folder
 from moe_rl.engines.hf import Hf
 from moe_rl.experiment import Experiment
+from moe_rl.journal import Journal
 from moe_rl.store import open_run
 
 
@@ -61,7 +62,7 @@ class Cycles:
         self.folder = home / "run"
         writer = self.stack.enter_context(open_run(self.folder, {}))
         assert writer is not None
-        self.steps = loop.train(self.e, writer, str(home / "cache"))
+        self.steps = loop.train(self.e, Journal(self.e.steps, writer), str(home / "cache"))
         next(self.steps)
         return self
 
