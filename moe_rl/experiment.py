@@ -82,15 +82,13 @@ class Experiment:
 
 def check(e: Experiment) -> None:
     """ConfigError, in one line, for settings that cannot work together."""
-    for name in ("steps", "prompts", "updates"):
+    for name in ("steps", "prompts", "completions", "updates"):
         if getattr(e, name) < 1:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 1 or more")
     for name in ("seed", "micro_batch", "dynamic_sampling", "overlong_buffer", "eval_prompts", "eval_every"):
         if getattr(e, name) < 0:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
     grouped = e.arm.advantage != "gae"
-    if e.completions < 1:
-        raise ConfigError(f"completions is {e.completions}; set it to 1 or more")
     if e.completions < 2 and grouped:
         raise ConfigError(f"completions is {e.completions}; a group-relative advantage needs 2 or more a prompt")
     if e.dynamic_sampling and not grouped:

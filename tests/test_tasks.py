@@ -9,7 +9,7 @@ import random
 import pytest
 
 import moe_rl.tasks
-from moe_rl.tasks.base import SPLITS, Example, Task, overlap, position_share, repeated, split_of
+from moe_rl.tasks.base import SPLITS, Example, Task, overlap, position_share, split_of
 from moe_rl.tasks.chain_sum import ChainSum
 from moe_rl.tasks.jsonl import JsonLines
 from moe_rl.tasks.reverse import Reverse
@@ -194,11 +194,10 @@ def test_a_prompt_space_without_evaluation_prompts_is_refused_not_searched_for_e
         OnlyOne().examples("eval", 1, 0)
 
 
-def test_overlap_and_repetition_are_shares():
+def test_overlap_is_a_share():
     one, two, three = (Example(str(i), p, "a") for i, p in enumerate(["x", "y", "x"]))
     assert overlap([one, two], [three]) == 1.0
     assert overlap([two], [one, two]) == 0.5
-    assert repeated([one, two, three]) == pytest.approx(1 / 3)
     assert overlap([one], []) != overlap([one], [])  # nan
 
 

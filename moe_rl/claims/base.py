@@ -107,17 +107,18 @@ def above_zero(effect: Effect, relevant: float = RELEVANT) -> Judgement:
     return Judgement(NOT_TESTABLE, f"{told}: {why} with these seeds")
 
 
-def no_worse(effect: Effect, margin: float = RELEVANT) -> Judgement:
-    """Supported: interval above -margin. Not: interval below 0 with p < .05, or below -margin. Else: cannot be told."""
+def no_worse(effect: Effect) -> Judgement:
+    """Supported: interval above -RELEVANT. Not: below that, or below 0 with p < .05. Else it cannot be told."""
     e = effect.estimate
     if e.n < stats.CLAIM_RUNS:
         return too_few(effect)
     told, worse = f"{effect.name} is {e}{_p(effect)}", e.high < 0 and effect.p < LEVEL
-    if e.low > -margin:
-        return Judgement(SUPPORTED, f"{told}: {'worse, but ' if worse else ''}a loss of {margin:g} or more is excluded")
-    if e.high < -margin or worse:
+    if e.low > -RELEVANT:
+        but = "worse, but " if worse else ""
+        return Judgement(SUPPORTED, f"{told}: {but}a loss of {RELEVANT:g} or more is excluded")
+    if e.high < -RELEVANT or worse:
         return Judgement(NOT_SUPPORTED, told)
-    return Judgement(NOT_TESTABLE, f"{told}: neither a loss of {margin:g} nor no loss is excluded")
+    return Judgement(NOT_TESTABLE, f"{told}: neither a loss of {RELEVANT:g} nor no loss is excluded")
 
 
 def in_band(effect: Effect, low: float, high: float) -> Judgement:

@@ -16,7 +16,6 @@ from moe_rl.models.build import Checkpoint
 from moe_rl.models.families import find_routers
 from moe_rl.policy import routing_of
 from moe_rl.policy_folder import restore_variant
-from moe_rl.recording import record
 from moe_rl.traces import TraceHeader, TraceWriter
 
 if TYPE_CHECKING:
@@ -68,9 +67,7 @@ def measure(
         ):
             for first in range(0, len(sequences), settings.batch_size):
                 tokens_BS, attention_BS = left_padded(sequences[first : first + settings.batch_size], settings.device)
-                with record(model, router_logits=settings.router_logits, source=name) as recorder:
-                    routing_of(model, tokens_BS, attention_BS)
-                trace = recorder.trace
+                trace = routing_of(model, tokens_BS, attention_BS, name, router_logits=settings.router_logits)
                 numbers = range(first, first + len(tokens_BS))
                 writer.add(trace, attention_BS, step=0, sequences=numbers, tokens_BS=tokens_BS)
                 if settings.router_logits:

@@ -12,9 +12,7 @@ import torch
 
 from moe_rl.models.build import Checkpoint
 
-USAGE = (
-    """python experiments/compare_checkpoints.py old=<folder or hub id> new=<...> text=<.txt|.jsonl|name of a task>"""
-)
+USAGE = "python experiments/compare_checkpoints.py old=<folder or hub id> new=<...> text=<.txt|.jsonl|name of a task>"
 
 
 def help_text() -> str:

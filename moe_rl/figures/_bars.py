@@ -122,9 +122,3 @@ def hide_unused(axes: Any, used: int) -> None:
     """Empty panels at the end of a wrapped grid."""
     for panel in axes.flat[used:]:
         panel.set_visible(False)
-
-
-def between(counts: Iterable[int]) -> str:
-    """'700', or '650 to 700' where counts differ."""
-    known = [int(count) for count in counts]
-    return f"{min(known)}" if min(known) == max(known) else f"{min(known)} to {max(known)}"

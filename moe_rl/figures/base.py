@@ -26,6 +26,7 @@ FORMATS = ("png", "svg", "pdf")
 NARROW = 4.1  # inches: the most that a panel is wide where blocks stand beside each other
 TALL = 1.7  # times its width: what the panels of a page may be high before blocks stand beside each other
 WIDE = 21.0  # inches: the most that a block's panels take beside each other
+TITLE = 36  # letters in a line of a panel's title
 COLORS = 128  # of a png: enough for lines and colour maps, and a third of the bytes
 STYLE: Any = {  # rcParams
     "axes.axisbelow": True,
@@ -193,8 +194,13 @@ def counts(study: Study, arm: str, knobs: Sequence[str]) -> str:
     """'n = 3' or 'n = 3, 1 diverged': runs with a result at these settings (a range when the settings differ)."""
     done = [len(averaged(study, arm, setting)) for setting in knobs]
     diverged = sum(len(summary.runs_in(study, arm, setting, ["diverged"])) for setting in knobs)
-    n = f"{min(done)}" if min(done) == max(done) else f"{min(done)} to {max(done)}"
-    return f"n = {n}" + (f", {diverged} diverged" if diverged else "")
+    return f"n = {between(done)}" + (f", {diverged} diverged" if diverged else "")
+
+
+def between(numbers: Iterable[int]) -> str:
+    """'700', or '650 to 700' where they differ."""
+    known = [int(number) for number in numbers]
+    return f"{min(known)}" if min(known) == max(known) else f"{min(known)} to {max(known)}"
 
 
 def panel_title(study: Study, arm: str, knobs: str) -> str:
@@ -202,11 +208,11 @@ def panel_title(study: Study, arm: str, knobs: str) -> str:
     return titled(named(study, arm, [knobs]), summary.knob_label(knobs, summary.knobs_of(study)))
 
 
-def titled(text: str, label: str, width: int = 36) -> str:
+def titled(text: str, label: str) -> str:
     """A panel's title with its knob setting, '' for none, on lines of its own, broken after commas."""
     lines = [text]
     for pair in label.split(", ") if label else []:
-        if len(lines) > 1 and len(lines[-1]) + len(pair) + 2 <= width:
+        if len(lines) > 1 and len(lines[-1]) + len(pair) + 2 <= TITLE:
             lines[-1] += f", {pair}"
         else:
             lines.append(pair)

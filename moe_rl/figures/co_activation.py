@@ -47,7 +47,7 @@ def draw(study: Study) -> Figure | None:
     text = (
         "Colours: the first seed with traces; 1: independent. Off: share of the pairs of active experts that "
         "independence would place elsewhere, mean and 95 % t interval over finished seeds with traces; by chance: the "
-        f"same for as many pairs drawn from independent experts. Tokens a run: {_bars.between(tokens)}. Hatched: the "
+        f"same for as many pairs drawn from independent experts. Tokens a run: {base.between(tokens)}. Hatched: the "
         "diagonal, and experts without tokens."
     )
     return base.finish(figure, study, "Experts that are active together" + base.short_model(study), text)

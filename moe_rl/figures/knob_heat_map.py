@@ -40,8 +40,7 @@ def draw(study: Study) -> Figure | None:
             panel.set_xlabel(keys[1])
             panel.set_ylabel(keys[0] if column == 0 else "")
         figure.colorbar(mesh, ax=axes[row], label=MEASURES[name][1], aspect=20, pad=0.015)
-    seeds = runs.groupby(["arm", "knobs"])["seed"].count()
-    n = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    n = base.between(runs.groupby(["arm", "knobs"])["seed"].count())
     text = (
         f"Cells: mean over finished runs ± half of the 95 % t interval over seeds, of n = {n} runs started; below, how "
         "many of them collapsed (ended below half of their own best reward), diverged or are unfinished. Grey: no "

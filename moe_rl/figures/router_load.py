@@ -45,7 +45,7 @@ def draw(study: Study) -> Figure | None:
             if name != "router_entropy":
                 panel.set_ylim(bottom=0)
     text = (
-        f"Mean over layers and tokens of the {text_of} ({_bars.between(drift['n'])} tokens: few leave experts idle "
+        f"Mean over layers and tokens of the {text_of} ({base.between(drift['n'])} tokens: few leave experts idle "
         f"by chance). {_curves.READ_CURVES}"
     )
     title = "How the routers spread their tokens" + base.short_model(study)

@@ -26,12 +26,12 @@ HOW_TO_READ = (
 
 
 # -------------------------------------------------------------------------------------------------------- what was run
-def budget_table(study: Study, arms: Sequence[str] = ()) -> str:
+def budget_table(study: Study) -> str:
     """Per arm: settings, runs and how they ended, and what a run spent."""
     numbers = measures.run_numbers(study)
     counted = summary.summary_table(study)
     rows = []
-    for arm in arms or summary.arms_of(study):
+    for arm in summary.arms_of(study):
         runs, counts = numbers[numbers["arm"] == arm], counted[counted["arm"] == arm]
         ends = {name: int(counts[name].sum()) for name in ("finished", "diverged", "failed", "unfinished", "missing")}
         told = ", ".join(f"{count} {name}" for name, count in ends.items() if count or name == "finished")
@@ -106,10 +106,10 @@ def null_results(study: Study) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
-def claim_text(claim: Claim, found: Finding, level: int = 3) -> str:
+def claim_text(claim: Claim, found: Finding) -> str:
     """A claim, what it says, the rule, the verdict and the numbers."""
     parts = [
-        f"{'#' * level} {claim.id}: {escape(claim.title)}\n",
+        f"### {claim.id}: {escape(claim.title)}\n",
         f"**{found.verdict}**: {escape(found.because)}.\n",
         f"*Claimed:* {escape(claim.said)} (Source: {escape(claim.source)}.)\n",
         *([f"*Contested:* {escape(claim.contested)}\n"] if claim.contested else []),

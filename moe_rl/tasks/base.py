@@ -44,11 +44,6 @@ def overlap(train: list[Example], evaluation: list[Example]) -> float:
     return sum(e.prompt in seen for e in evaluation) / len(evaluation) if evaluation else float("nan")
 
 
-def repeated(examples: list[Example]) -> float:
-    """Share of `examples` whose prompt occurred earlier in the list, 0 to 1; nan for an empty list."""
-    return 1 - len({e.prompt for e in examples}) / len(examples) if examples else float("nan")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
     """A task: settings in, prompts and rewards out. A subclass writes `draw` and `alphabet`.
