@@ -62,12 +62,12 @@ class Arm:
             if getattr(self, name) not in known:
                 raise ValueError(f"arm.{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
         loss = type(self.policy_loss)
-        if self.advantage == "gae" and not loss.token_advantages:
+        if self.has_critic and not loss.token_advantages:
             raise ValueError(
                 f"arm.advantage=gae gives each token an advantage of its own, {loss.__name__} takes one a sequence; "
                 f"choose {loss.advantage}, or a loss such as ppo or gspo_token"
             )
-        if loss.advantage == "gae" and self.advantage != "gae":
+        if loss.advantage == "gae" and not self.has_critic:
             raise ValueError(
                 f"{loss.__name__} takes its advantages from a critic and arm.advantage={self.advantage} has none; set "
                 "arm.advantage=gae, or choose dapo, the same loss without a critic"
@@ -85,6 +85,11 @@ class Arm:
                 "arm.old_logprobs=engine that is the engine itself; set arm.old_logprobs=recompute or "
                 "arm.correction=none"
             )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether its advantages come from a critic, one a token, and not from the other completions of a prompt."""
+        return self.advantage == "gae"
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""What a run is made of: policy, drift meter, judge and critic, built from its settings."""
+"""What a run is made of: policy, drift meter, preference model and critic, built from its settings."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def build_state(e: Experiment, cache_dir: str, warm: bool = True) -> tuple[State
     model, tokenizer, warmth = build_policy(e, cache_dir, warm)
     optimizer, schedule = e.optim.build(model, e.steps * e.updates)
     drift = build_meter(e, model, tokenizer)
-    judge, judged = build_judge(e, cache_dir)
+    reward_model, learned = build_preference_model(e, cache_dir)
     critic = build_critic(e, model)
     reference = snapshot(model) if e.arm.kl.on else None
-    state = State(model, tokenizer, optimizer, schedule, drift, judge, critic, reference)
-    return state, {"cold_start": warmth, **judged}
+    state = State(model, tokenizer, optimizer, schedule, drift, reward_model, critic, reference)
+    return state, {"cold_start": warmth, **learned}
 
 
 def build_policy(
@@ -148,19 +148,19 @@ def probe_noise(drift: DriftMeter) -> dict[str, float]:
     return {row["check"]: sum(row["slot_change"]) / len(row["slot_change"]) for row in rows}
 
 
-def build_judge(e: Experiment, cache_dir: str) -> tuple[PreferenceModel | None, dict[str, Any]]:
+def build_preference_model(e: Experiment, cache_dir: str) -> tuple[PreferenceModel | None, dict[str, Any]]:
     """The learned reward, if that is what is trained on, and what run.json says of it."""
     if e.reward != "preference_model":
         return None, {}
     model, tokenizer = e.model.build(e.seed)
     with settings_of("preference_model"):
-        judge, told = preference_model.build(model, tokenizer, e.task, e.preference_model, e.seed, cache_dir)
-    return judge.to(e.launch.device), {"preference_model": told}
+        made, told = preference_model.build(model, tokenizer, e.task, e.preference_model, e.seed, cache_dir)
+    return made.to(e.launch.device), {"preference_model": told}
 
 
 def build_critic(e: Experiment, policy: PreTrainedModel) -> Critic | None:
     """The critic, where advantages come from one: a copy of the policy as it is now, without its router variant."""
-    if e.arm.advantage != "gae":
+    if not e.arm.has_critic:
         return None
     model, _ = e.model.build(e.seed)
     model.load_state_dict(policy.state_dict(), strict=False)  # a router variant has weights of its own

@@ -49,9 +49,6 @@ class CriticSettings:
                 raise ValueError(f"critic.{name} is {getattr(self, name)}; it lies in [0, 1]")
 
 
-NO_CRITIC = CriticSettings()
-
-
 def gae(rewards_B: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of each response token, [B, T], 0 elsewhere; see CriticSettings.
 

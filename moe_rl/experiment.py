@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from moe_rl.arm import Arm
 from moe_rl.cold_start import ColdStart
-from moe_rl.critic import NO_CRITIC, CriticSettings
+from moe_rl.critic import CriticSettings
 from moe_rl.drift.meter import DriftSettings
 from moe_rl.engines.base import Engine
 from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
-from moe_rl.preference_model import NO_PREFERENCES, REWARDS, Preferences
+from moe_rl.preference_model import REWARDS, Preferences
 from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
 
@@ -75,8 +75,8 @@ class Experiment:
     dynamic_sampling: int = 0
     overlong_buffer: int = 0
     reward: str = "verifier"
-    preference_model: Preferences = NO_PREFERENCES
-    critic: CriticSettings = NO_CRITIC
+    preference_model: Preferences = dataclasses.field(default_factory=Preferences)
+    critic: CriticSettings = dataclasses.field(default_factory=CriticSettings)
     logger: Logger | None = None
 
 
@@ -88,10 +88,9 @@ def check(e: Experiment) -> None:
     for name in ("seed", "micro_batch", "dynamic_sampling", "overlong_buffer", "eval_prompts", "eval_every"):
         if getattr(e, name) < 0:
             raise ConfigError(f"{name} is {getattr(e, name)}; set it to 0 or more")
-    grouped = e.arm.advantage != "gae"
-    if e.completions < 2 and grouped:
+    if e.completions < 2 and not e.arm.has_critic:
         raise ConfigError(f"completions is {e.completions}; a group-relative advantage needs 2 or more a prompt")
-    if e.dynamic_sampling and not grouped:
+    if e.dynamic_sampling and e.arm.has_critic:
         raise ConfigError(
             f"dynamic_sampling is {e.dynamic_sampling}, and replaces groups of equal rewards, from which only a "
             "group-relative advantage learns nothing; with arm.advantage=gae set dynamic_sampling=0"

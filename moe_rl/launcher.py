@@ -158,7 +158,7 @@ def _run_all(waiting: list[Run], config: DictConfig, board: Board) -> None:
                         running.append(run)
                 for run in [run for run in running if run.process is not None and not run.process.is_alive()]:
                     running.remove(run)
-                    _judge(run)
+                    _note_failure(run)
                 board.refresh()
                 time.sleep(POLL_SECONDS)
     finally:
@@ -222,7 +222,8 @@ def _live(values: dict[str, Any], varied: dict[str, Any], log: Path) -> None:
         cli.fail(str(error))
 
 
-def _judge(run: Run) -> None:
+def _note_failure(run: Run) -> None:
+    """Note why a run that has ended went wrong, if it did."""
     assert run.process is not None
     code, state = run.process.exitcode, state_of(run.folder)
     if code == 0 or state in DONE:

@@ -158,9 +158,10 @@ def samples_exactly(e: Experiment, state: State) -> bool:
 
 def shape_rewards(e: Experiment, state: State, rollouts: Rollouts) -> Rollouts:
     """The rollouts with the rewards that are trained on, where these are not the task's own."""
-    if state.judge is None and not e.overlong_buffer:
+    learned = state.preference_model
+    if learned is None and not e.overlong_buffer:
         return rollouts
-    rewards_B = rollouts.rewards_B if state.judge is None else state.judge.reward(rollouts)
+    rewards_B = rollouts.rewards_B if learned is None else learned.reward(rollouts)
     if e.overlong_buffer:
         rewards_B = rewards_B + overlong_penalty(rollouts.response_BT, e.engine.max_new_tokens, e.overlong_buffer)
     return dataclasses.replace(rollouts, shaped_rewards_B=rewards_B)

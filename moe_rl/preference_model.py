@@ -66,9 +66,6 @@ class Preferences:
             raise ValueError(f"preference_model.error_share is {self.error_share}; it lies between 0 and 1")
 
 
-NO_PREFERENCES = Preferences()
-
-
 class PreferenceModel(ScalarModel):
     """The score of the last real token."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class State:
     """The policy and what surrounds it. reference: weights of the reference policy, if a KL to it is asked for.
 
-    judge, critic: the learned reward and the learned values, if they are asked for.
+    preference_model, critic: the learned reward and the learned values, if they are asked for.
     """
 
     model: PreTrainedModel
@@ -30,7 +30,7 @@ class State:
     optimizer: torch.optim.Optimizer
     schedule: Any
     drift: DriftMeter
-    judge: PreferenceModel | None = None
+    preference_model: PreferenceModel | None = None
     critic: Critic | None = None
     reference: dict[str, Tensor] | None = None
 

@@ -67,9 +67,9 @@ def test_an_untrained_model_prefers_nothing_and_loses_log_2(tmp_path):
 def test_a_run_is_trained_on_its_reward_and_the_true_one_is_logged(tmp_path, monkeypatch):
     e = experiment("grpo", steps=2, reward="preference_model", preference_model=Preferences(steps=4, held_out=8))
     e = dataclasses.replace(e, task=TASK)
-    seen, judges, advantages, build_judge = [], [], loop.group_advantages, assembly.build_judge
+    seen, judges, advantages, original = [], [], loop.group_advantages, assembly.build_preference_model
     monkeypatch.setattr(loop, "group_advantages", lambda r, *more: seen.append(r) or advantages(r, *more))
-    monkeypatch.setattr(assembly, "build_judge", lambda *a: judges.append(build_judge(*a)) or judges[-1])
+    monkeypatch.setattr(assembly, "build_preference_model", lambda *a: judges.append(original(*a)) or judges[-1])
     kept, sample = [], loop.sample
     monkeypatch.setattr(loop, "sample", lambda *a: kept.append(sample(*a)) or kept[-1])
     assert go(tmp_path, e) == "finished"
@@ -85,7 +85,7 @@ def test_a_run_is_trained_on_its_reward_and_the_true_one_is_logged(tmp_path, mon
 
 
 def test_the_verifiers_run_has_neither_model_nor_column(tmp_path):
-    assert assembly.build_judge(experiment(), str(tmp_path)) == (None, {})
+    assert assembly.build_preference_model(experiment(), str(tmp_path)) == (None, {})
 
 
 @pytest.mark.parametrize(
