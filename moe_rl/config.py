@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 
 from moe_rl import discovery
 from moe_rl.arm import Arm
@@ -50,48 +50,48 @@ class ArmSettings:
     """What an arm is made of, see moe_rl.arm. correction and its numbers: see moe_rl.corrections. kl, kl_estimator:
     coefficient and estimator of a KL to the reference policy, see moe_rl.reference."""
 
-    policy_loss: Any = "???"
-    advantage: str = "group_std"
-    replay: str = "none"
-    replay_threshold: float = 0.0
-    old_logprobs: str = "recompute"
-    correction: str = "none"
-    correction_cap: float = 2.0
-    correction_low: float = 0.5
-    correction_high: float = 5.0
-    kl: float = 0.0
-    kl_estimator: str = "k3"
+    policy_loss: Any = MISSING
+    advantage: str = Arm.advantage
+    replay: str = Arm.replay
+    replay_threshold: float = Arm.replay_threshold
+    old_logprobs: str = Arm.old_logprobs
+    correction: str = Correction.kind
+    correction_cap: float = Correction.cap
+    correction_low: float = Correction.low
+    correction_high: float = Correction.high
+    kl: float = ReferenceKl.coefficient
+    kl_estimator: str = ReferenceKl.estimator
 
 
 @dataclasses.dataclass
 class Config:
-    """The whole configuration. Groups (model, router, task, engine, arm) hold one variant each."""
+    """The whole configuration: its types, whose values are in conf/config.yaml. Groups hold one variant each."""
 
-    study_name: str = "playground"
-    seed: int = 0
-    steps: int = 60
-    prompts: int = 32
-    completions: int = 8
-    updates: int = 4
-    micro_batch: int = 0
-    activation_checkpointing: bool = False
-    dynamic_sampling: int = 0
-    overlong_buffer: int = 0
-    reward: str = "verifier"
-    eval_prompts: int = 128
-    eval_every: int = 5
+    study_name: str = MISSING
+    seed: int = MISSING
+    steps: int = MISSING
+    prompts: int = MISSING
+    completions: int = MISSING
+    updates: int = MISSING
+    micro_batch: int = MISSING
+    activation_checkpointing: bool = MISSING
+    dynamic_sampling: int = MISSING
+    overlong_buffer: int = MISSING
+    reward: str = MISSING
+    eval_prompts: int = MISSING
+    eval_every: int = MISSING
     lr_of_arm: dict[str, float] = dataclasses.field(default_factory=dict)
-    arm: Any = "???"
-    model: Any = "???"
-    router: Any = "???"
-    task: Any = "???"
-    engine: Any = "???"
-    optim: Any = "???"
-    drift: Any = "???"
-    cold_start: Any = "???"
-    preference_model: Any = "???"
-    critic: Any = "???"
-    launch: Any = "???"
+    arm: Any = MISSING
+    model: Any = MISSING
+    router: Any = MISSING
+    task: Any = MISSING
+    engine: Any = MISSING
+    optim: Any = MISSING
+    drift: Any = MISSING
+    cold_start: Any = MISSING
+    preference_model: Any = MISSING
+    critic: Any = MISSING
+    launch: Any = MISSING
     logger: Any = None
 
 
