@@ -15,6 +15,7 @@ from moe_rl.arm import OLD_LOGPROBS, REPLAYS
 from moe_rl.cli import settings
 from moe_rl.corrections import CORRECTIONS
 from moe_rl.reference import ESTIMATORS
+from moe_rl.summary import KNOWN_ARMS
 
 TABLE = Path(__file__).resolve().parents[1] / "moe_rl" / "policy_losses" / "METHODS.md"
 REDUCTIONS = {
@@ -33,8 +34,8 @@ it. Written by `python experiments/method_table.py`; a loss states its ratio and
 
 def arms() -> list[str]:
     """The names of all arms, the three under comparison first."""
-    known = ["grpo", "grpo_routing_replay", "gspo"]
-    return known + sorted({path.stem for path in Path(settings.config_folder(), "arm").glob("*.yaml")} - set(known))
+    found = {path.stem for path in Path(settings.config_folder(), "arm").glob("*.yaml")}
+    return [*KNOWN_ARMS, *sorted(found - set(KNOWN_ARMS))]
 
 
 def row(arm: str) -> list[str]:

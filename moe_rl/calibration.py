@@ -29,9 +29,9 @@ def clip_bounds(study: Study, arm: str, target: float, level: str = "sequence", 
     least, most = QUANTILES[0] * moved.mean(), QUANTILES[2] * moved.mean()
     if not least <= target <= most:
         raise StoreError(f"the target is {target:g}; the recorded quantiles tell {least:.3g} to {most:.3g}")
-    return 1 - float(np.exp(_threshold(quantiles[moved], target / moved.mean()))), float(
-        np.exp(-_threshold(-quantiles[moved][:, ::-1], target / moved.mean())) - 1
-    )
+    share = target / moved.mean()
+    low, high = _threshold(quantiles[moved], share), -_threshold(-quantiles[moved][:, ::-1], share)
+    return 1 - float(np.exp(low)), float(np.exp(high) - 1)
 
 
 def _threshold(quantiles: np.ndarray, share: float) -> float:

@@ -25,6 +25,7 @@ LOOKS = {
     "recorded forward": Look("#882255", (0, (3, 1.2)), "x"),
     "replayed forward": Look("#117733", (0, (1.2, 2.4)), "*"),
 }
+LINE: Any = {"linewidth": 2, "markersize": 6.5}
 LABELS = {
     "sequences": "sequences a step",
     "tokens": "tokens a response",
@@ -48,7 +49,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
         for axis in axes.flat[len(factors) :]:
             axis.set_axis_off()
         shown = [part for part in LOOKS if any(row["mode"] == part for row in rows)]
-        handles = [_line(part, label=part) for part in shown]
+        handles = [Line2D([], [], label=part, **LINE, **LOOKS[part].as_line) for part in shown]
         handles.append(Line2D([], [], color="#888888", linestyle=":", label="slope 1: cost is proportional"))
         axes.flat[len(factors)].legend(handles=handles, loc="center left", handlelength=3.6, fontsize=12)
     return figure
@@ -62,7 +63,9 @@ def _panel(axis: Any, factor: str, rows: list[dict[str, Any]]) -> None:
     axis.set_yscale("log")
     for part, slope in slopes.items():
         seconds = {row["value"]: row["cpu_s"] for row in points if row["mode"] == part}
-        axis.plot(values, [seconds[value] for value in values], **_style(part), label=f"{part} {slope:.2f}")
+        axis.plot(
+            values, [seconds[value] for value in values], label=f"{part} {slope:.2f}", **LINE, **LOOKS[part].as_line
+        )
     lowest, highest = min(row["cpu_s"] for row in points), max(row["cpu_s"] for row in points)
     for start in (lowest, (lowest * highest) ** 0.5):
         axis.plot(values, [start * value / values[0] for value in values], color="#888888", linestyle=":", zorder=1)
@@ -71,15 +74,6 @@ def _panel(axis: Any, factor: str, rows: list[dict[str, Any]]) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
     told = "exponents: " + ", ".join(f"{part.removesuffix(' forward')} {slope:.2f}" for part, slope in slopes.items())
     axis.set_xlabel(LABELS.get(factor, factor) + "\n" + textwrap.fill(told, 50), fontsize=11)
-
-
-def _style(part: str) -> dict[str, Any]:
-    look = LOOKS[part]
-    return {"color": look.color, "linestyle": look.line, "marker": look.marker, "linewidth": 2, "markersize": 6.5}
-
-
-def _line(part: str, label: str) -> Line2D:
-    return Line2D([], [], label=label, **_style(part))
 
 
 def write(rows: Sequence[dict[str, Any]], path: Path) -> None:

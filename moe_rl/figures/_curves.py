@@ -87,13 +87,11 @@ def draw_arm(
         axes.plot(
             mean.index,
             mean["mean"],
-            color=style.color,
-            linestyle=style.line,
             linewidth=2.4,
             zorder=4,
-            marker=style.marker,
             markersize=6.5,
             markevery=marks,
+            **style.as_line,
         )
         draw_band(axes, mean["low"], mean["high"], style.color, 0.13 * strength)
 

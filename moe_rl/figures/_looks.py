@@ -13,6 +13,11 @@ class Look(NamedTuple):
     line: Any
     marker: str
 
+    @property
+    def as_line(self) -> dict[str, Any]:
+        """As matplotlib's lines take it."""
+        return {"color": self.color, "linestyle": self.line, "marker": self.marker}
+
 
 # Red, yellow and blue of Paul Tol's high-contrast scheme, the yellow darkened for thin lines: safe for colour-blind
 # readers, and three clearly different greys in print.

@@ -223,19 +223,8 @@ def arm_handles(study: Study) -> list[Line2D]:
     """Legend entries, one an arm, with the number of seeds."""
     knobs, handles = summary.knobs_of(study), []
     for arm in summary.arms_of(study):
-        style, label = _looks.look(arm), named(study, arm, knobs)
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=style.color,
-                linestyle=style.line,
-                marker=style.marker,
-                label=label,
-                linewidth=2.4,
-                markersize=7,
-            )
-        )
+        look, label = _looks.look(arm), named(study, arm, knobs)
+        handles.append(Line2D([], [], label=label, linewidth=2.4, markersize=7, **look.as_line))
     return handles
 
 

@@ -45,27 +45,18 @@ def _steps(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str, a
     groups = _bars.run_lists(study, rows, arm, knobs, "changed_layers")
     if not groups:
         return
-    style = _looks.look(arm)
+    look = _looks.look(arm)
     good = np.cumsum([values for values, _ in groups], axis=0)
     bad = np.cumsum([values for _, values in groups], axis=0)
     layers = np.arange(len(groups))
     for run in bad.T:
-        axes.step(layers, run, where="post", color=style.color, linewidth=0.8)
+        axes.step(layers, run, where="post", color=look.color, linewidth=0.8)
     if not good.size:
         return
     found = [stats.mean_interval(values) for values in good]
-    axes.step(
-        layers,
-        [e.value for e in found],
-        where="post",
-        color=style.color,
-        linestyle=style.line,
-        linewidth=2.4,
-        marker=style.marker,
-        markersize=6,
-    )
+    axes.step(layers, [e.value for e in found], where="post", linewidth=2.4, markersize=6, **look.as_line)
     low, high = [e.low for e in found], [e.high for e in found]
-    axes.fill_between(layers, low, high, step="post", color=style.color, alpha=0.13, linewidth=0)
+    axes.fill_between(layers, low, high, step="post", color=look.color, alpha=0.13, linewidth=0)
     mean = float(np.mean(np.sum(1 - good, axis=0)))
     right = mean < len(layers) / 2  # where a distribution with this mean leaves room
     line = min(0.09, 0.88 / arms)  # of the panel's height

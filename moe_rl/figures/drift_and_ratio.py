@@ -69,9 +69,9 @@ def _line_of(axes: Axes, study: Study, rows: pd.DataFrame, arm: str, knobs: str)
             mean = stats.mean_interval(values)
             found.append((number, mean.value, mean.low, mean.high))
     layers, means, low, high = zip(*found, strict=True)
-    style = _looks.look(arm)
-    axes.plot(layers, means, color=style.color, linestyle=style.line, marker=style.marker, linewidth=2.2, markersize=6)
-    axes.fill_between(layers, low, high, color=style.color, alpha=0.13, linewidth=0)
+    look = _looks.look(arm)
+    axes.plot(layers, means, linewidth=2.2, markersize=6, **look.as_line)
+    axes.fill_between(layers, low, high, color=look.color, alpha=0.13, linewidth=0)
 
 
 def _mean_lists(lists: pd.Series) -> np.ndarray:

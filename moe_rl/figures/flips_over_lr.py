@@ -49,10 +49,7 @@ def draw(study: Study) -> Figure | None:
                 panels[0].set_ylim(low / 2, 2 * high * (high / low) ** 0.35)
         block[0, 0].set_ylabel("root mean square (nats)")
         block[1, 0].set_ylabel("slot change over a batch\n(share of expert slots)")
-    handles = [
-        Line2D([], [], color=look.color, linestyle=look.line, marker=look.marker, linewidth=2.2, label=label)
-        for label, look in (TERMS | SLOTS).values()
-    ]
+    handles = [Line2D([], [], linewidth=2.2, label=label, **look.as_line) for label, look in (TERMS | SLOTS).values()]
     text = (
         f"{_knobs.READ_LINES} Slope b: exponent of lr^b, least squares on the logs of all n finished runs, with 95 % t "
         "interval; runs in which a term is exactly zero have no logarithm: left out and counted. Measured with replay "

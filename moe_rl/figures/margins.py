@@ -35,10 +35,7 @@ def draw(study: Study) -> Figure | None:
             _panel(axes[row, 0, column], study, base.rows_of(study, drift, arm, setting), arm, setting)
             axes[row, 0, column].set_yscale("log")
             axes[row, 0, column].set_ylabel("margin s_(K) - s_(K+1)\n(unit of the scores)" if column == 0 else "")
-    handles = [
-        Line2D([], [], color=look.color, linestyle=look.line, marker=look.marker, linewidth=2.4, label=label)
-        for label, look in KINDS.values()
-    ]
+    handles = [Line2D([], [], linewidth=2.4, label=label, **look.as_line) for label, look in KINDS.values()]
     title = "How close to a tie the tokens were that changed their experts" + base.short_model(study)
     text = "The unit is that of the scores that a family's router ranks: a probability in most. " + _curves.READ_CURVES
     return base.finish(figure, study, title, text, handles)
