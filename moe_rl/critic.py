@@ -102,6 +102,7 @@ class Critic(ScalarModel):
         num_tokens = sum(int(part.response_BT.sum()) for part in parts)
         errors, targets, total = [], [], 0.0
         for part, returns_BT in zip(parts, returns, strict=True):
+            returns_BT = returns_BT[:, : part.response_BT.shape[1]]  # a micro-batch is as wide as its longest response
             errors_N = (self.values(part) - returns_BT)[part.response_BT]
             loss = errors_N.square().sum() / 2 / num_tokens
             loss.backward()

@@ -17,7 +17,7 @@ from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal, rollout_columns
 from moe_rl.kv_cache import decodes_as_it_reads
 from moe_rl.models.families import find_routers
-from moe_rl.old_pass import old_pass, split_rows
+from moe_rl.old_pass import old_pass, shortest_first, split_rows
 from moe_rl.policy_folder import save_policy
 from moe_rl.records import NotFiniteError, Rollouts
 from moe_rl.routers.base import changes_routing
@@ -72,7 +72,7 @@ def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str
             advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
         else:
             advantages, returns_BT = critic.assess(rollouts, e.micro_batch)
-        rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
+        rows = shortest_first(split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step)), rollouts)
         batches = old_pass(
             model,
             rollouts,

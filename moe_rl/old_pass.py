@@ -69,6 +69,12 @@ def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
     return list(torch.randperm(count, generator=generator).chunk(updates))
 
 
+def shortest_first(rows: list[Tensor], rollouts: Rollouts) -> list[Tensor]:
+    """The rows of each mini-batch by number of tokens, so that those of a micro-batch are of similar length."""
+    lengths_B = rollouts.attention_BS.sum(1).cpu()
+    return [mine[lengths_B[mine].argsort(stable=True)] for mine in rows]
+
+
 def old_pass(
     model: PreTrainedModel,
     rollouts: Rollouts,
@@ -95,8 +101,8 @@ def old_pass(
     """
     keep_logits = keep_logits or arm.correction.needs_routers
     batches = [
-        [MicroBatch(rollouts[part], advantages[part], arm.old_logprobs == "engine") for part in rows_of_update]
-        for rows_of_update in (mine.split(micro_batch or len(mine)) for mine in rows)
+        [micro_batch_of(rollouts, advantages, part, arm) for part in mine.split(micro_batch or len(mine))]
+        for mine in rows
     ]
     tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
     sampler_tells = exact and tells_itself and arm.replay == "none" and not learns(router)
@@ -111,6 +117,14 @@ def old_pass(
             for part in itertools.chain(*batches):
                 part.reference_BT, _ = response_logprobs(model, part.rollouts)
     return batches
+
+
+def micro_batch_of(rollouts: Rollouts, advantages: Tensor, rows: Tensor, arm: Arm) -> MicroBatch:
+    """Some rows, without the columns that are padding in all of them."""
+    part, advantages = rollouts[rows].trimmed(), advantages[rows]
+    if advantages.dim() == 2:
+        advantages = advantages[:, : part.response_BT.shape[1]]
+    return MicroBatch(part, advantages, arm.old_logprobs == "engine")
 
 
 def as_sampled(rollouts: Rollouts) -> OldView:
@@ -163,7 +177,9 @@ def forced_routing(model: PreTrainedModel, parts: list[Rollouts], replayed: str)
     if replayed == "shuffled":
         own = [routing_of(model, part.tokens_BS, part.attention_BS, "old") for part in parts]
         others = RoutingTrace.cat(own).of_neighbours()
-        return [others[rows] for rows in torch.arange(len(others.valid_BS)).split([len(part) for part in parts])]
+        rows_of_parts = torch.arange(len(others.valid_BS)).split([len(part) for part in parts])
+        pairs = zip(rows_of_parts, parts, strict=True)
+        return [others[rows].aligned_to(part.attention_BS) for rows, part in pairs]
     return [None] * len(parts)
 
 

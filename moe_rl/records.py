@@ -52,6 +52,24 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.tokens_BS)
 
+    def trimmed(self) -> Rollouts:
+        """Without the columns that are padding in every row; a column of prompt and one of response stay."""
+        S, T = self.attention_BS.shape[1], self.response_BT.shape[1]
+        left = min(int((~self.attention_BS.any(0)).cumprod(0).sum()), S - T - 1)
+        right = min(int((~self.response_BT.any(0)).flip(0).cumprod(0).sum()), T - 1)
+
+        columns_S, columns_T = slice(left, S - right), slice(T - right)
+        entropy_BT, routing = self.rollout_entropy_BT, self.routing
+        return dataclasses.replace(
+            self,
+            tokens_BS=self.tokens_BS[:, columns_S],
+            attention_BS=self.attention_BS[:, columns_S],
+            response_BT=self.response_BT[:, columns_T],
+            rollout_logprobs_BT=self.rollout_logprobs_BT[:, columns_T],
+            rollout_entropy_BT=None if entropy_BT is None else entropy_BT[:, columns_T],
+            routing=None if routing is None else routing.columns(columns_S),
+        )
+
     def __getitem__(self, rows: Tensor | slice) -> Rollouts:
         """Some of the rollouts; every field follows, the routing too."""
         fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -105,6 +105,15 @@ class RoutingTrace:
             extras={name: values[rows] for name, values in self.extras.items()},
         )
 
+    def columns(self, columns: slice) -> RoutingTrace:
+        """The trace of some columns."""
+        return dataclasses.replace(
+            self,
+            expert_ids_BSLK=self.expert_ids_BSLK[:, columns],
+            valid_BS=self.valid_BS[:, columns],
+            extras={name: values[:, columns] for name, values in self.extras.items()},
+        )
+
     def aligned_to(self, mask_BS: Tensor) -> RoutingTrace:
         """The trace over the columns of `mask_BS`, valid only where that mask is True.
 
@@ -120,14 +129,11 @@ class RoutingTrace:
 
         refuse_shifted(self.valid_BS, mask_BS.to(self.valid_BS.device))
 
-        def fit(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor[:, :S], tensor.new_zeros(B, max(0, S - have_S), *tensor.shape[2:])], 1)
-
         return dataclasses.replace(
             self,
-            expert_ids_BSLK=fit(self.expert_ids_BSLK),
-            valid_BS=fit(self.valid_BS) & mask_BS.to(self.valid_BS.device),
-            extras={name: fit(values) for name, values in self.extras.items()},
+            expert_ids_BSLK=_widen(self.expert_ids_BSLK, S),
+            valid_BS=_widen(self.valid_BS, S) & mask_BS.to(self.valid_BS.device),
+            extras={name: _widen(values, S) for name, values in self.extras.items()},
         )
 
     def of_neighbours(self) -> RoutingTrace:
@@ -153,23 +159,27 @@ class RoutingTrace:
 
     @staticmethod
     def cat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Traces of equal width and layers, joined along the batch."""
+        """Traces of equal layers, joined along the batch; columns that one lacks on the right are unknown there."""
         first = traces[0]
         for other in traces[1:]:
             if other.layer_names != first.layer_names or other.num_experts != first.num_experts:
                 raise RoutingError("traces of different models cannot be joined")
-            if other.valid_BS.shape[1] != first.valid_BS.shape[1]:
-                raise RoutingError(
-                    f"traces of {first.valid_BS.shape[1]} and {other.valid_BS.shape[1]} columns "
-                    "cannot be joined; align them first"
-                )
         common = [name for name in first.extras if all(name in trace.extras for trace in traces)]
+        width = max(trace.valid_BS.shape[1] for trace in traces)
         return dataclasses.replace(
             first,
-            expert_ids_BSLK=torch.cat([trace.expert_ids_BSLK for trace in traces]),
-            valid_BS=torch.cat([trace.valid_BS for trace in traces]),
-            extras={name: torch.cat([trace.extras[name] for trace in traces]) for name in common},
+            expert_ids_BSLK=torch.cat([_widen(trace.expert_ids_BSLK, width) for trace in traces]),
+            valid_BS=torch.cat([_widen(trace.valid_BS, width) for trace in traces]),
+            extras={name: torch.cat([_widen(trace.extras[name], width) for trace in traces]) for name in common},
         )
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    """`tensor` [B, S, ...] with zeros on the right, or cut there, so that S is `width`."""
+    B, S = tensor.shape[:2]
+    if S >= width:
+        return tensor[:, :width]
+    return torch.cat([tensor, tensor.new_zeros(B, width - S, *tensor.shape[2:])], 1)
 
 
 def as_mask(mask_BS: Tensor) -> Tensor:

@@ -236,19 +236,16 @@ def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
         assert [len(batch) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
         for batch, wanted in zip(batches, rows, strict=True):
             assert torch.equal(torch.cat([part.advantages for part in batch]), A[wanted])
-            assert torch.equal(torch.cat([part.rollouts.tokens_BS for part in batch]), data.tokens_BS[wanted])
+            tokens_N = torch.cat([part.rollouts.tokens_BS[part.rollouts.attention_BS] for part in batch])
+            assert torch.equal(tokens_N, data.tokens_BS[wanted][data.attention_BS[wanted]])
             traces = [part.old.routing for part in batch]
             if replayed == "none":
                 assert set(traces) == {None}
                 continue
-            routing = torch.cat([trace.expert_ids_BSLK for trace in traces])
-            if replayed == "old_policy":
-                own = routing_of(model, data.tokens_BS, data.attention_BS)[wanted]
-                assert {trace.source for trace in traces} == {"old"}
-                real = own.valid_BS
-                assert torch.equal(routing[real], own.expert_ids_BSLK[real])
-            else:
-                assert torch.equal(routing, data.routing.expert_ids_BSLK[wanted])
+            expected = data.routing if replayed == "rollout" else routing_of(model, data.tokens_BS, data.attention_BS)
+            assert {trace.source for trace in traces} == {"old" if replayed == "old_policy" else "rollout"}
+            routing = torch.cat([trace.expert_ids_BSLK[trace.valid_BS] for trace in traces])
+            assert torch.equal(routing, expected.expert_ids_BSLK[wanted][expected.valid_BS[wanted]])
 
 
 @pytest.mark.parametrize(("micro_batch", "checkpointing"), [(0, False), (3, False), (3, True)])
@@ -295,13 +292,13 @@ def test_an_exact_samplers_log_probabilities_are_those_of_a_pass_of_the_old_poli
         handle.remove()
         assert len(forwards) == (0 if exact else 3)
         assert batches[0][0].old is None
-        old = [part.old.logprobs_BT for batch in batches[1:] for part in batch]
+        old = [part.old.logprobs_BT[part.rollouts.response_BT] for batch in batches[1:] for part in batch]
         optimizer, schedule = Optim(lr=1e-2).build(model, 4)
         rows = [take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0) for batch in batches]
         ends[exact] = torch.cat(old), rows, weights(model)
-    (pass_BT, rows, end), (told_BT, other_rows, other_end) = ends.values()
-    assert pass_BT.abs().max() > 1
-    torch.testing.assert_close(told_BT, pass_BT, atol=1e-5, rtol=0)
+    (pass_N, rows, end), (told_N, other_rows, other_end) = ends.values()
+    assert pass_N.abs().max() > 1
+    torch.testing.assert_close(told_N, pass_N, atol=1e-5, rtol=0)
     assert distance(end, other_end) < 1e-3 < distance(weights(start), end)
     assert other_rows[0]["log_w_sd"] == 0.0  # the first mini-batch still notes its own forward
     for one, other in zip(rows[1:], other_rows[1:], strict=True):
@@ -430,14 +427,17 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
         old_pass(model, data, advantages(), rows, grpo("shuffled"), micro_batch=micro_batch), rows, strict=True
     ):
         got = RoutingTrace.cat([part.old.routing for part in batch])
-        for place, row in enumerate(of_update.tolist()):
+        real = [real_S.nonzero().flatten() for part in batch for real_S in part.rollouts.attention_BS]
+        for place, (row, mine) in enumerate(zip(of_update.tolist(), real, strict=True)):
             other = of_update[place - 1].item()
-            mine, theirs = own.valid_BS[row].nonzero().flatten(), own.valid_BS[other].nonzero().flatten()
+            theirs = own.valid_BS[other].nonzero().flatten()
             both = min(len(mine), len(theirs))
+            assert len(mine) == int(own.valid_BS[row].sum())
             assert got.valid_BS[place].nonzero().flatten().tolist() == mine[:both].tolist()
             assert torch.equal(got.expert_ids_BSLK[place, mine[:both]], own.expert_ids_BSLK[other, theirs[:both]])
-        old = torch.cat([part.old.logprobs_BT for part in batch])
-        assert (old - natural[of_update]).abs().max() > 1e-2, "the old policy uses the wrong experts too"
+        old_N = torch.cat([part.old.logprobs_BT[part.rollouts.response_BT] for part in batch])
+        natural_N = natural[of_update][data.response_BT[of_update]]
+        assert (old_N - natural_N).abs().max() > 1e-2, "the old policy uses the wrong experts too"
 
 
 def test_shuffled_replay_of_a_single_sequence_is_refused():

@@ -205,12 +205,7 @@ def _join(parts: list[Sampled], pad: int) -> Sampled:
     def widen(tensor: Tensor, fill: float) -> Tensor:
         return torch.nn.functional.pad(tensor, (0, widest - tensor.shape[1]), value=fill)
 
-    traces = []
-    for part in parts:
-        if part.routing is not None:
-            columns = part.routing.valid_BS.shape[1] + widest - part.tokens_BT.shape[1]
-            everywhere = torch.ones(len(part.tokens_BT), columns, dtype=torch.bool, device=part.tokens_BT.device)
-            traces.append(part.routing.aligned_to(everywhere))
+    traces = [part.routing for part in parts if part.routing is not None]
     return Sampled(
         torch.cat([widen(part.tokens_BT, pad) for part in parts]),
         torch.cat([widen(part.logprobs_BT, 0.0) for part in parts]),
