@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from moe_rl.old_pass import MicroBatch
 from moe_rl.records import Rollouts
 from moe_rl.scalar_model import ScalarModel
 
@@ -96,19 +97,20 @@ class Critic(ScalarModel):
         advantages_BT, returns_BT = gae(rewards_B, values_BT, mask_BT, self.settings.gamma, self.settings.lam)
         return whitened(advantages_BT, mask_BT), returns_BT
 
-    def learn(self, parts: Sequence[Rollouts], returns: Sequence[Tensor], max_grad_norm: float) -> dict[str, float]:
+    def learn(self, batch: Sequence[MicroBatch], max_grad_norm: float) -> dict[str, float]:
         """One step towards the returns of a mini-batch. Gives columns of the table `updates`."""
         self.optimizer.zero_grad(set_to_none=True)
-        num_tokens = sum(int(part.response_BT.sum()) for part in parts)
+        num_tokens = sum(int(part.rollouts.response_BT.sum()) for part in batch)
         errors, targets, total = [], [], 0.0
-        for part, returns_BT in zip(parts, returns, strict=True):
-            returns_BT = returns_BT[:, : part.response_BT.shape[1]]  # a micro-batch is as wide as its longest response
-            errors_N = (self.values(part) - returns_BT)[part.response_BT]
+        for part in batch:
+            mask_BT = part.rollouts.response_BT
+            returns_N = part.returns_BT[mask_BT]  # type: ignore[index]  # a critic's mini-batches have them
+            errors_N = self.values(part.rollouts)[mask_BT] - returns_N
             loss = errors_N.square().sum() / 2 / num_tokens
             loss.backward()
             total += float(loss.detach())
             errors.append(errors_N.detach())
-            targets.append(returns_BT[part.response_BT])
+            targets.append(returns_N)
         norm = nn.utils.clip_grad_norm_(self.parameters(), max_grad_norm or math.inf)
         if math.isfinite(total) and math.isfinite(norm):
             self.optimizer.step()

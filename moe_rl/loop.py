@@ -70,15 +70,17 @@ def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str
         journal.lap("rollout_s")
         if critic is None:
             advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
+            returns = None
         else:
-            advantages, returns_BT = critic.assess(rollouts, e.micro_batch)
-        rows = shortest_first(split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step)), rollouts)
+            advantages, returns = critic.assess(rollouts, e.micro_batch)
+        rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         batches = old_pass(
             model,
             rollouts,
             advantages,
-            rows,
+            shortest_first(rows, rollouts),
             e.arm,
+            returns_BT=returns,
             micro_batch=e.micro_batch,
             exact=samples_exactly(e, state),
             keep_logits=e.optim.router_kl > 0,
@@ -100,8 +102,7 @@ def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str
                 router=e.router,
             )
             if critic is not None:
-                returns = returns_BT[rows[number - 1]].split([len(part) for part in batch])
-                update |= critic.learn([part.rollouts for part in batch], returns, e.optim.max_grad_norm)
+                update |= critic.learn(batch, e.optim.max_grad_norm)
             after_update(e, state)
             journal.lap("update_s")
             writer.append("updates", {"step": step, "update": number, **update})

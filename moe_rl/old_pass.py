@@ -49,15 +49,26 @@ class MicroBatch:
 
     old: None until somebody has looked. In the first mini-batch its log probabilities are those of a forward of the
     very same sequences, so that the first update's ratios are exactly 1 and not 1 up to rounding.
-    advantages: [B], or [B, T] from a critic. from_engine: whether ratios are taken against the engine's log
-    probabilities. reference_BT: the reference policy's log probabilities, nats.
+    advantages: [B], or [B, T] from a critic, which learns returns_BT. from_engine: whether ratios are taken against the
+    engine's log probabilities. reference_BT: the reference policy's log probabilities, nats.
     """
 
     rollouts: Rollouts
     advantages: Tensor
+    returns_BT: Tensor | None = None
     from_engine: bool = False
     old: OldView | None = None
     reference_BT: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, rollouts: Rollouts, advantages: Tensor, returns_BT: Tensor | None, rows: Tensor, from_engine: bool
+    ) -> MicroBatch:
+        """Some rows of a step's rollouts, without the columns that are padding in all of them."""
+        part = rollouts[rows].trimmed()
+        T = part.response_BT.shape[1]
+        cut = advantages[rows] if advantages.dim() == 1 else advantages[rows, :T]
+        return cls(part, cut, None if returns_BT is None else returns_BT[rows, :T], from_engine)
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -82,6 +93,7 @@ def old_pass(
     rows: list[Tensor],
     arm: Arm,
     *,
+    returns_BT: Tensor | None = None,
     micro_batch: int = 0,
     exact: bool = False,
     keep_logits: bool = False,
@@ -90,9 +102,10 @@ def old_pass(
 ) -> list[list[MicroBatch]]:
     """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
 
-    advantages: [B], or [B, T] from a critic. rows: of each mini-batch. micro_batch: sequences a forward, 0 for a whole
-    mini-batch. exact: the rollouts were sampled from this very model, in fp32. keep_logits: the router logits too,
-    which a correction by router shift needs anyway, and `optim.router_kl`.
+    advantages: [B], or [B, T] from a critic, with its returns_BT. rows: of each mini-batch. micro_batch: sequences a
+    forward, 0 for a whole mini-batch; columns that are padding in all of these are left out. exact: the rollouts were
+    sampled from this very model, in fp32. keep_logits: the router logits too, which a correction by router shift needs
+    anyway, and `optim.router_kl`.
     A forward is left out where something else says the same, and nothing is to be recorded or forced. In the first
     mini-batch these are its own training forwards, which are still the old policy's: `take_update` notes them, bit for
     bit what a pass would give. In the others it is an exact sampler, up to the rounding of another batch shape.
@@ -100,8 +113,12 @@ def old_pass(
     installed variant; one that learns is shown the change of scores from the second mini-batch on.
     """
     keep_logits = keep_logits or arm.correction.needs_routers
+    from_engine = arm.old_logprobs == "engine"
     batches = [
-        [micro_batch_of(rollouts, advantages, part, arm) for part in mine.split(micro_batch or len(mine))]
+        [
+            MicroBatch.of(rollouts, advantages, returns_BT, part, from_engine)
+            for part in mine.split(micro_batch or len(mine))
+        ]
         for mine in rows
     ]
     tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
@@ -117,14 +134,6 @@ def old_pass(
             for part in itertools.chain(*batches):
                 part.reference_BT, _ = response_logprobs(model, part.rollouts)
     return batches
-
-
-def micro_batch_of(rollouts: Rollouts, advantages: Tensor, rows: Tensor, arm: Arm) -> MicroBatch:
-    """Some rows, without the columns that are padding in all of them."""
-    part, advantages = rollouts[rows].trimmed(), advantages[rows]
-    if advantages.dim() == 2:
-        advantages = advantages[:, : part.response_BT.shape[1]]
-    return MicroBatch(part, advantages, arm.old_logprobs == "engine")
 
 
 def as_sampled(rollouts: Rollouts) -> OldView:

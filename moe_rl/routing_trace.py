@@ -177,9 +177,7 @@ class RoutingTrace:
 def _widen(tensor: Tensor, width: int) -> Tensor:
     """`tensor` [B, S, ...] with zeros on the right, or cut there, so that S is `width`."""
     B, S = tensor.shape[:2]
-    if S >= width:
-        return tensor[:, :width]
-    return torch.cat([tensor, tensor.new_zeros(B, width - S, *tensor.shape[2:])], 1)
+    return torch.cat([tensor[:, :width], tensor.new_zeros(B, max(0, width - S), *tensor.shape[2:])], 1)
 
 
 def as_mask(mask_BS: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from test_update import rollouts
 from moe_rl.arm import Arm
 from moe_rl.critic import Critic, CriticSettings, gae, whitened
 from moe_rl.experiment import check
+from moe_rl.old_pass import MicroBatch
 from moe_rl.policy_losses.ppo import Ppo
 from moe_rl.store import read_json, read_table
 
@@ -75,9 +76,9 @@ def test_it_learns_the_returns_and_micro_batches_change_rounding_only():
         assert torch.allclose(returns[data.response_BT], data.rewards_B[:, None].expand_as(returns)[data.response_BT])
         assert abs(float(advantages[data.response_BT].mean())) < 1e-6
         rows = torch.arange(8).split(parts)
-        told[name] = [
-            critic.learn([data[part] for part in rows], [returns[part] for part in rows], 1.0) for _ in range(30)
-        ]
+        batch = [MicroBatch.of(data, advantages, returns, part, False) for part in rows]
+        assert len({part.returns_BT.shape[1] for part in batch}) == len(parts)
+        told[name] = [critic.learn(batch, 1.0) for _ in range(30)]
         assert not critic.assess(data, 0)[1].isnan().any()
     first, last = told["whole"][0], told["whole"][-1]
     errors = data.rewards_B[:, None].expand(data.response_BT.shape)[data.response_BT].square()

@@ -26,12 +26,13 @@ def test_every_token_keeps_what_belongs_to_it_and_only_padding_goes(rows):
     whole = padded(model, rows)
     part = whole.trimmed()
     assert torch.equal(part.tokens_BS[part.attention_BS], whole.tokens_BS[whole.attention_BS])
-    assert part.attention_BS[:, 0].any() and part.response_BT[:, -1].any(), "the least widths that hold all rows"
-    prompts = [(x.attention_BS.sum(1) - x.response_BT.sum(1)).max() for x in (part, whole)]
-    assert part.tokens_BS.shape[1] - part.response_BT.shape[1] == prompts[0] == prompts[1]
+    longest = int((whole.attention_BS.sum(1) - whole.response_BT.sum(1)).max()), int(whole.response_BT.sum(1).max())
+    assert (part.tokens_BS.shape[1], part.response_BT.shape[1]) == (sum(longest), longest[1]), "the least widths"
     for name in FIELDS_BT:
         assert torch.equal(getattr(part, name)[part.response_BT], getattr(whole, name)[whole.response_BT])
     known, expected = part.routing, whole.routing
+    assert known.valid_BS.shape == part.attention_BS.shape
+    assert not (known.valid_BS & ~part.attention_BS).any()
     assert torch.equal(known.expert_ids_BSLK[known.valid_BS], expected.expert_ids_BSLK[expected.valid_BS])
     assert torch.equal(known.valid_BS.sum(1), expected.valid_BS.sum(1))
     with torch.no_grad():
@@ -43,7 +44,8 @@ def test_rollouts_without_a_response_keep_one_column_of_each_kind():
     data = rollouts()[:2]
     nothing = torch.zeros_like(data.attention_BS), torch.zeros_like(data.response_BT)
     part = dataclasses.replace(data, attention_BS=nothing[0], response_BT=nothing[1]).trimmed()
-    assert part.tokens_BS.shape == (2, 2) and part.response_BT.shape == (2, 1)
+    assert part.tokens_BS.shape == (2, 2)
+    assert part.response_BT.shape == (2, 1)
 
 
 def test_a_mini_batch_is_ordered_by_length_and_keeps_its_rows():
@@ -52,5 +54,6 @@ def test_a_mini_batch_is_ordered_by_length_and_keeps_its_rows():
     ordered = shortest_first(rows, data)
     for mine, before in zip(ordered, rows, strict=True):
         lengths = data.attention_BS.sum(1)[mine].tolist()
-        assert sorted(mine.tolist()) == sorted(before.tolist()) and lengths == sorted(lengths)
+        assert sorted(mine.tolist()) == sorted(before.tolist())
+        assert lengths == sorted(lengths)
     assert any(not torch.equal(mine, before) for mine, before in zip(ordered, rows, strict=True))
