@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe_rl.old_pass import MicroBatch
+from moe_rl.mini_batches import MicroBatch
 from moe_rl.records import Rollouts
 from moe_rl.scalar_model import ScalarModel
 

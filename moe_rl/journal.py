@@ -12,7 +12,7 @@ import torch
 from moe_rl.corrections import tails
 from moe_rl.drift import compare
 from moe_rl.experiment import Experiment
-from moe_rl.old_pass import MicroBatch, OldView
+from moe_rl.mini_batches import MicroBatch, OldView
 from moe_rl.provenance import provenance
 from moe_rl.records import Rollouts
 from moe_rl.routing_trace import RoutingTrace

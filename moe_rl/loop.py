@@ -16,8 +16,9 @@ from moe_rl.checkpoint import saving
 from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal, rollout_columns
 from moe_rl.kv_cache import decodes_as_it_reads
+from moe_rl.mini_batches import mini_batches, shortest_first, split_rows
 from moe_rl.models.families import find_routers
-from moe_rl.old_pass import old_pass, shortest_first, split_rows
+from moe_rl.old_pass import old_pass
 from moe_rl.policy_folder import save_policy
 from moe_rl.records import NotFiniteError, Rollouts
 from moe_rl.routers.base import changes_routing
@@ -74,16 +75,14 @@ def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str
         else:
             advantages, returns = critic.assess(rollouts, e.micro_batch)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        batches = old_pass(
+        rows = shortest_first(rows, rollouts)
+        batches = mini_batches(rollouts, advantages, rows, returns_BT=returns, micro_batch=e.micro_batch)
+        old_pass(
             model,
-            rollouts,
-            advantages,
-            shortest_first(rows, rollouts),
+            batches,
             e.arm,
-            returns_BT=returns,
-            micro_batch=e.micro_batch,
+            pressure=e.optim.pressure,
             exact=samples_exactly(e, state),
-            keep_logits=e.optim.router_kl > 0,
             reference=state.reference,
             router=e.router,
         )

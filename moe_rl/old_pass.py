@@ -1,4 +1,4 @@
-"""The old policy's view of the rollouts, in the mini-batches of the updates that follow."""
+"""The old policy's view of the rollouts, before a step's first update."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from moe_rl.arm import Arm
 from moe_rl.foresight import ranked_scores
+from moe_rl.mini_batches import MicroBatch, OldView
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.recording import record
 from moe_rl.records import Rollouts
 from moe_rl.reference import acting_as
 from moe_rl.replaying import replay
+from moe_rl.router_pressure import NO_PRESSURE, RouterPressure
 from moe_rl.routers.base import NATIVE, Router, learns
 from moe_rl.routing_trace import RoutingTrace
 
@@ -25,103 +27,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclasses.dataclass(frozen=True)
-class OldView:
-    """What the old policy says about a micro-batch.
-
-    logprobs_BT, entropy_BT: of its response tokens, nats. routing: what training forwards replay, None where they route
-    live. live_routing: its own, where recorded. router_logits: [B, S, L, E], where asked for. scores: what its routers
-    ranked [N, E], one a router, where a router variant learns from it. sampled: the sampler spoke for it.
-    """
-
-    logprobs_BT: Tensor
-    entropy_BT: Tensor
-    routing: RoutingTrace | None = None
-    live_routing: RoutingTrace | None = None
-    router_logits: Tensor | None = None
-    scores: list[Tensor] = dataclasses.field(default_factory=list)
-    sampled: bool = False
-
-
-@dataclasses.dataclass
-class MicroBatch:
-    """The sequences of one training forward: some of a mini-batch, or all. A mini-batch is a list of these.
-
-    old: None until somebody has looked. In the first mini-batch its log probabilities are those of a forward of the
-    very same sequences, so that the first update's ratios are exactly 1 and not 1 up to rounding.
-    advantages: [B], or [B, T] from a critic, which learns returns_BT. from_engine: whether ratios are taken against the
-    engine's log probabilities. reference_BT: the reference policy's log probabilities, nats.
-    """
-
-    rollouts: Rollouts
-    advantages: Tensor
-    returns_BT: Tensor | None = None
-    from_engine: bool = False
-    old: OldView | None = None
-    reference_BT: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, rollouts: Rollouts, advantages: Tensor, returns_BT: Tensor | None, rows: Tensor, from_engine: bool
-    ) -> MicroBatch:
-        """Some rows of a step's rollouts, without the columns that are padding in all of them."""
-        part = rollouts[rows].trimmed()
-        T = part.response_BT.shape[1]
-        cut = advantages[rows] if advantages.dim() == 1 else advantages[rows, :T]
-        return cls(part, cut, None if returns_BT is None else returns_BT[rows, :T], from_engine)
-
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
-
-def split_rows(count: int, updates: int, seed: int) -> list[Tensor]:
-    """Row numbers of each of `updates` mini-batches: a random partition of `count` rows, a function of `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randperm(count, generator=generator).chunk(updates))
-
-
-def shortest_first(rows: list[Tensor], rollouts: Rollouts) -> list[Tensor]:
-    """The rows of each mini-batch by number of tokens, so that those of a micro-batch are of similar length."""
-    lengths_B = rollouts.attention_BS.sum(1).cpu()
-    return [mine[lengths_B[mine].argsort(stable=True)] for mine in rows]
-
-
 def old_pass(
     model: PreTrainedModel,
-    rollouts: Rollouts,
-    advantages: Tensor,
-    rows: list[Tensor],
+    batches: Sequence[Sequence[MicroBatch]],
     arm: Arm,
     *,
-    returns_BT: Tensor | None = None,
-    micro_batch: int = 0,
+    pressure: RouterPressure = NO_PRESSURE,
     exact: bool = False,
-    keep_logits: bool = False,
     reference: Mapping[str, Tensor] | None = None,
     router: Router = NATIVE,
-) -> list[list[MicroBatch]]:
-    """The rollouts in mini-batches and micro-batches, with the old policy's log probabilities, entropies and routing.
+) -> None:
+    """Note in the mini-batches of a step what the old policy says: log probabilities, entropies, routing.
 
-    advantages: [B], or [B, T] from a critic, with its returns_BT. rows: of each mini-batch. micro_batch: sequences a
-    forward, 0 for a whole mini-batch; columns that are padding in all of these are left out. exact: the rollouts were
-    sampled from this very model, in fp32. keep_logits: the router logits too, which a correction by router shift needs
-    anyway, and `optim.router_kl`.
+    pressure: its router_kl needs the router logits too, as a correction by router shift does. exact: the rollouts were
+    sampled from this very model, in fp32. reference: weights of the reference policy, whose log probabilities are noted
+    too; it routes live. router: the installed variant; one that learns is shown the change of scores from the second
+    mini-batch on.
     A forward is left out where something else says the same, and nothing is to be recorded or forced. In the first
     mini-batch these are its own training forwards, which are still the old policy's: `take_update` notes them, bit for
     bit what a pass would give. In the others it is an exact sampler, up to the rounding of another batch shape.
-    reference: weights of the reference policy, whose log probabilities are noted too; it routes live. router: the
-    installed variant; one that learns is shown the change of scores from the second mini-batch on.
     """
-    keep_logits = keep_logits or arm.correction.needs_routers
-    from_engine = arm.old_logprobs == "engine"
-    batches = [
-        [
-            MicroBatch.of(rollouts, advantages, returns_BT, part, from_engine)
-            for part in mine.split(micro_batch or len(mine))
-        ]
-        for mine in rows
-    ]
-    tells_itself = arm.replay in ("none", "old_policy") and rollouts.routing is None and not keep_logits
+    keep_logits = pressure.router_kl > 0 or arm.correction.needs_routers
+    recorded = any(part.rollouts.routing is not None for batch in batches for part in batch)
+    tells_itself = arm.replay in ("none", "old_policy") and not recorded and not keep_logits
     sampler_tells = exact and tells_itself and arm.replay == "none" and not learns(router)
     for batch in batches[1:] if tells_itself else batches:
         if sampler_tells:
@@ -133,7 +61,6 @@ def old_pass(
         with torch.no_grad(), acting_as(model, reference):
             for part in itertools.chain(*batches):
                 part.reference_BT, _ = response_logprobs(model, part.rollouts)
-    return batches
 
 
 def as_sampled(rollouts: Rollouts) -> OldView:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_rl.arm import Arm
 from moe_rl.corrections import router_shift, tails
 from moe_rl.foresight import ranked_scores, teach
-from moe_rl.old_pass import MicroBatch, OldView
+from moe_rl.mini_batches import MicroBatch, OldView
 from moe_rl.policy import response_logprobs
 from moe_rl.records import LossOutput, PolicyBatch, Rollouts
 from moe_rl.replaying import replay
@@ -125,7 +125,7 @@ def objective(
     tokens, mask_BT = part.rollouts, part.rollouts.response_BT
     shift_BT = predicting_shift(seen, tokens, old) if correction.needs_routers else None
     logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, tokens.rollout_logprobs_BT, mask_BT, shift_BT)
-    old_BT = tokens.rollout_logprobs_BT if part.from_engine else old.logprobs_BT
+    old_BT = tokens.rollout_logprobs_BT if arm.old_logprobs == "engine" else old.logprobs_BT
     output = arm.policy_loss(PolicyBatch(logprobs_BT, old_BT, mask_BT, part.advantages, sizes.sequences, sizes.tokens))
     total, columns = output.loss, {}
     if kl.on:

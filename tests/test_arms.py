@@ -59,13 +59,13 @@ def test_an_arm_is_what_its_name_says_and_runs(arm, results, monkeypatch):
         rollouts[-1].rewards_B.copy_(torch.linspace(0, 1, len(rollouts[-1])).pow(2))
         return rollouts[-1]
 
-    def old_pass(model, rollouts, advantages, *rest, **told):
+    def mini_batches(rollouts, advantages, *rest, **told):
         steps.append((rollouts.rewards_B.numpy(), rollouts.group_ids_B.numpy(), advantages.tolist()))
-        return passed(model, rollouts, advantages, *rest, **told)
+        return divided(rollouts, advantages, *rest, **told)
 
-    passed = loop.old_pass
+    divided = loop.mini_batches
     monkeypatch.setattr(loop, "sample", sample)
-    monkeypatch.setattr(loop, "old_pass", old_pass)
+    monkeypatch.setattr(loop, "mini_batches", mini_batches)
     with store.open_run(results / arm, settings.identity(config)) as writer:
         assert loop.run(experiment, writer, str(results / "cache")) == "finished"
     run = store.read_json(results / arm / "run.json")

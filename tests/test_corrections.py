@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from moe_rl.corrections import Correction, router_shift, tails, weigh_gradient
-from moe_rl.old_pass import old_pass, split_rows
+from moe_rl.mini_batches import split_rows
 from moe_rl.policy_losses.cispo import Cispo
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
 from moe_rl.policy_losses.reinforce import Reinforce
 from moe_rl.records import PolicyBatch
+from moe_rl.router_pressure import RouterPressure
 
 # c = old / sampler of two sequences, the second with one token of padding (whose numbers must not matter).
 C = torch.tensor([[1.0, 3.0, 0.4], [6.0, 0.5, 9.0]], dtype=torch.float64)
@@ -101,7 +102,7 @@ def test_router_shift_by_hand_is_of_the_old_experts_and_its_floor_is_low():
 @pytest.mark.parametrize("replayed", ["none", "old_policy"])
 def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed, monkeypatch):
     from models import tiny
-    from test_update import advantages, grpo, rollouts
+    from test_update import advantages, grpo, rollouts, seen_by_old
 
     from moe_rl import update
     from moe_rl.optim import Optim
@@ -113,7 +114,9 @@ def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed
     for correction in (Correction(), Correction(kind="rspo", low=0.0)):
         model, data = tiny(), rollouts()
         parts = split_rows(8, 2, 0)
-        batches = old_pass(model, data, advantages(), parts, grpo(replayed), micro_batch=2, keep_logits=True)
+        batches = seen_by_old(
+            model, data, advantages(), parts, grpo(replayed), micro_batch=2, pressure=RouterPressure(router_kl=1.0)
+        )
         optimizer, schedule = Optim(lr=1e-2).build(model, 2)
         rows[correction.kind] = [
             update.take_update(model, optimizer, schedule, batch, grpo(replayed, correction=correction))
@@ -125,7 +128,7 @@ def test_rspo_leaves_the_first_update_alone_and_the_value_of_the_second(replayed
     assert all((x < 1).all() for x in given[2:])
     assert (weighed[1]["loss"], weighed[1]["log_w_sd"]) == (plain[1]["loss"], plain[1]["log_w_sd"])
     assert weighed[1]["grad_norm"] < plain[1]["grad_norm"]
-    bare = old_pass(model, data, advantages(), parts, grpo("old_policy"))[0]
+    bare = seen_by_old(model, data, advantages(), parts, grpo("old_policy"))[0]
     with pytest.raises(ValueError, match="give old_pass the same arm"):
         update.take_update(model, optimizer, schedule, bare, grpo("old_policy", correction=correction))
 

@@ -12,7 +12,7 @@ from test_update import rollouts
 from moe_rl.arm import Arm
 from moe_rl.critic import Critic, CriticSettings, gae, whitened
 from moe_rl.experiment import check
-from moe_rl.old_pass import MicroBatch
+from moe_rl.mini_batches import mini_batches
 from moe_rl.policy_losses.ppo import Ppo
 from moe_rl.store import read_json, read_table
 
@@ -70,14 +70,14 @@ def test_a_value_is_of_the_prefix_and_sees_no_token_that_comes_after():
 
 def test_it_learns_the_returns_and_micro_batches_change_rounding_only():
     data, told = rollouts(), {}
-    for name, parts in {"whole": [8], "cut": [3, 3, 2]}.items():
+    for name, (micro_batch, parts) in {"whole": (0, 1), "cut": (3, 3)}.items():
         critic = Critic(tiny(), CriticSettings(lr=1e-2, lam=1.0))
-        advantages, returns = critic.assess(data, 0 if name == "whole" else 3)
+        advantages, returns = critic.assess(data, micro_batch)
         assert torch.allclose(returns[data.response_BT], data.rewards_B[:, None].expand_as(returns)[data.response_BT])
         assert abs(float(advantages[data.response_BT].mean())) < 1e-6
-        rows = torch.arange(8).split(parts)
-        batch = [MicroBatch.of(data, advantages, returns, part, False) for part in rows]
-        assert len({part.returns_BT.shape[1] for part in batch}) == len(parts)
+        rows = [torch.arange(8)]
+        (batch,) = mini_batches(data, advantages, rows, returns_BT=returns, micro_batch=micro_batch)
+        assert len({part.returns_BT.shape[1] for part in batch}) == parts
         told[name] = [critic.learn(batch, 1.0) for _ in range(30)]
         assert not critic.assess(data, 0)[1].isnan().any()
     first, last = told["whole"][0], told["whole"][-1]

@@ -6,13 +6,12 @@ import pytest
 import torch
 from models import FAMILIES, sets_differ, tiny
 from test_engine import TASK, build, examples
-from test_update import grpo
+from test_update import grpo, seen_by_old
 
 from moe_rl.drift import compare
 from moe_rl.emulation import emulated, fp8_dims, round_to_fp8
 from moe_rl.engines.hf import Hf
 from moe_rl.models.families import find_routers
-from moe_rl.old_pass import old_pass
 from moe_rl.policy import response_logprobs, routing_of
 from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.base import install
@@ -173,7 +172,7 @@ def test_a_gap_shows_in_the_log_probabilities_and_leaves_the_policy_as_it_was(ga
     assert torch.equal(rollouts.tokens_BS, again.tokens_BS)
     assert torch.equal(rollouts.rollout_logprobs_BT, again.rollout_logprobs_BT)
     assert untouched(policy[0], before)
-    batch = old_pass(policy[0], rollouts, torch.zeros(32), [torch.arange(32)], grpo())[0]
+    batch = seen_by_old(policy[0], rollouts, torch.zeros(32), [torch.arange(32)], grpo())[0]
     log_c = (batch[0].old.logprobs_BT - rollouts.rollout_logprobs_BT)[rollouts.response_BT]
     assert log_c.abs().max() > 1e-3
     assert log_c.abs().mean() < 0.5

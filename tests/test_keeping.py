@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 from models import FAMILIES, random_trace_like, sets_differ, tiny
-from test_update import advantages, distance, grpo, rollouts, weights
+from test_update import advantages, distance, grpo, rollouts, seen_by_old, weights
 
 from moe_rl import record, replay
 from moe_rl.arm import KEEPS
 from moe_rl.keeping import keep_likely, keep_unless_outdone
-from moe_rl.old_pass import old_pass, split_rows
+from moe_rl.mini_batches import split_rows
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, response_logprobs, routing_of
 from moe_rl.update import take_update
@@ -129,7 +129,7 @@ def train(threshold, checkpointing=False, micro_batch=0, mode="thresholded", lr=
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(mode), micro_batch=micro_batch)
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo(mode), micro_batch=micro_batch)
     optimizer, schedule = Optim(lr=lr).build(model, 2)
     rows = [
         take_update(model, optimizer, schedule, batch, grpo(mode, replay_threshold=threshold), max_grad_norm=1.0)

@@ -7,7 +7,7 @@ import torch
 from models import tiny
 from test_update import rollouts
 
-from moe_rl.old_pass import shortest_first, split_rows
+from moe_rl.mini_batches import shortest_first, split_rows
 from moe_rl.policy import response_logprobs
 
 FIELDS_BT = ("rollout_logprobs_BT", "rollout_entropy_BT")

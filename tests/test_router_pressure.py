@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from models import FAMILIES, tiny
-from test_update import advantages, distance, grpo, rollouts, weights
+from test_update import advantages, distance, grpo, rollouts, seen_by_old, weights
 
 from moe_rl import record
-from moe_rl.old_pass import old_pass, split_rows
+from moe_rl.mini_batches import split_rows
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, routing_of
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, balance, kl, router_outputs
@@ -71,9 +71,7 @@ def train(pressure, checkpointing=False, micro_batch=0, arm="none", updates=2, l
         model.activation_checkpointing_enable({"use_reentrant": False})
     make_deterministic(model)
     rows = split_rows(8, updates, 0)
-    batches = old_pass(
-        model, data, advantages(), rows, grpo(arm), micro_batch=micro_batch, keep_logits=pressure.router_kl > 0
-    )
+    batches = seen_by_old(model, data, advantages(), rows, grpo(arm), micro_batch=micro_batch, pressure=pressure)
     optimizer, schedule = Optim(lr=lr).build(model, updates)
     told = [take_update(model, optimizer, schedule, b, grpo(arm), pressure=pressure) for b in batches]
     return model, told
@@ -104,7 +102,7 @@ def test_parts_of_a_mini_batch_add_up_for_router_kl(micro_batch):
     model, pressure = tiny(), RouterPressure(router_kl=50.0)
     make_deterministic(model)
     given = (model, rollouts(), advantages(), split_rows(8, 2, 0), grpo())
-    batches, cut = (old_pass(*given, micro_batch=size, keep_logits=True) for size in (0, micro_batch))
+    batches, cut = (seen_by_old(*given, micro_batch=size, pressure=pressure) for size in (0, micro_batch))
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
     take_update(model, optimizer, schedule, batches[0], grpo(), pressure=pressure)
     told = []
@@ -125,7 +123,7 @@ def test_nothing_is_asked_and_nothing_changes_at_0():
     assert not rows[0].keys() & {"balance_loss", "router_kl"}
     assert "balance_loss" in told[0]
     assert distance(weights(model), weights(other)) < 1e-5
-    batch = old_pass(tiny(), rollouts(), advantages(), split_rows(8, 2, 0), grpo("old_policy"))[1]
+    batch = seen_by_old(tiny(), rollouts(), advantages(), split_rows(8, 2, 0), grpo("old_policy"))[1]
     assert batch[0].old.router_logits is None
     assert not batch[0].old.routing.extras
 
@@ -135,13 +133,13 @@ def test_pressure_alone_balances_the_load_and_pulls_the_routers_back():
     model, data = tiny(), rollouts()
     optimizer, schedule = Optim(lr=1e-2).build(model, 30)
     pressure = RouterPressure(balance_loss=1.0)
-    batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
+    batch = seen_by_old(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
     rows = [
         take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0, pressure=pressure) for _ in range(30)
     ]
     assert rows[-1]["balance_loss"] < rows[0]["balance_loss"] - 0.05
     assert {row["loss"] for row in rows} == {0.0}, "the column is the policy loss alone"
-    old = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo(), keep_logits=True)[0]
+    old = seen_by_old(model, data, torch.zeros(8), [torch.arange(8)], grpo(), pressure=RouterPressure(router_kl=1.0))[0]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".gate." in name:
@@ -156,7 +154,7 @@ def test_pressure_alone_balances_the_load_and_pulls_the_routers_back():
 
 def test_router_kl_without_old_logits_is_refused():
     model, data = tiny(), rollouts()
-    batch = old_pass(model, data, advantages(), [torch.arange(8)], grpo())[0]
+    batch = seen_by_old(model, data, advantages(), [torch.arange(8)], grpo())[0]
     optimizer, schedule = Optim().build(model, 1)
     with pytest.raises(RoutingError, match="needs the router logits of the old pass"):
         take_update(

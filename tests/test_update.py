@@ -14,15 +14,17 @@ from moe_rl.arm import Arm
 from moe_rl.drift import compare
 from moe_rl.engines.hf import Hf
 from moe_rl.foresight import ranked_scores
+from moe_rl.mini_batches import mini_batches, split_rows
 from moe_rl.models.families import find_routers
 from moe_rl.models.tokenizer import character_tokenizer
-from moe_rl.old_pass import look, old_pass, split_rows
+from moe_rl.old_pass import look, old_pass
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
 from moe_rl.records import LossOutput, Rollouts
+from moe_rl.router_pressure import NO_PRESSURE, RouterPressure
 from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.predictive import Predictive
@@ -72,12 +74,19 @@ def advantages(batch=8):
     return torch.linspace(-1.5, 1.5, batch)
 
 
+def seen_by_old(model, data, advantages, rows, arm, micro_batch=0, **settings):
+    """The mini-batches of `rows` after the old policy's pass."""
+    batches = mini_batches(data, advantages, rows, micro_batch=micro_batch)
+    old_pass(model, batches, arm, **settings)
+    return batches
+
+
 def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
     """The rows of `updates` updates on one batch of rollouts, each after a pass of its own of the old policy."""
     method = ARMS[arm]
     data = data or rollouts(model, routing=method.replay == "rollout")
     rows = split_rows(len(data), updates, 0)
-    batches = old_pass(model, data, advantages(len(data)), rows, method, micro_batch=micro_batch)
+    batches = seen_by_old(model, data, advantages(len(data)), rows, method, micro_batch=micro_batch)
     if batches[0][0].old is None:
         look(model, batches[0], method.replay)
     optim = Optim(lr=lr)
@@ -158,7 +167,7 @@ def test_micro_batches_and_activation_checkpointing_change_results_by_rounding_o
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
         data = rollouts(model, routing=method.replay == "rollout")
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
+        batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         rows = [take_update(model, optimizer, schedule, batch, method, max_grad_norm=1.0) for batch in batches]
@@ -186,7 +195,7 @@ def test_a_sequence_without_response_counts_in_no_micro_batch():
     for name, rows in (("all", torch.arange(8)), ("kept", kept)):
         for micro_batch in (0, 2):
             twin = copy.deepcopy(model)
-            batch = old_pass(twin, data, advantages(), [rows], grpo(), micro_batch=micro_batch)[0]
+            batch = seen_by_old(twin, data, advantages(), [rows], grpo(), micro_batch=micro_batch)[0]
             optimizer, schedule = Optim().build(twin, 1)
             row = take_update(twin, optimizer, schedule, batch, grpo(), max_grad_norm=1.0)
             norms[name, micro_batch] = (row["loss"], row["grad_norm"], row["log_w_sd"])
@@ -207,7 +216,7 @@ def test_law_4_sequences_without_advantage_change_nothing():
     model, data = tiny(), rollouts()
     before = weights(model)
     for loss in (Grpo(), Gspo()):
-        batch = old_pass(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
+        batch = seen_by_old(model, data, torch.zeros(8), [torch.arange(8)], grpo())[0]
         optimizer, schedule = Optim().build(model, 1)
         row = take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss), max_grad_norm=1.0)
         assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
@@ -227,12 +236,12 @@ def test_split_rows_is_a_partition_and_a_function_of_the_seed():
 
 
 @pytest.mark.parametrize("micro_batch", [0, 3])
-def test_rows_advantages_and_routing_stay_together_in_the_old_pass(micro_batch):
+def test_rows_advantages_and_routing_stay_together_in_the_seen_by_old(micro_batch):
     model = tiny()
     data, A = rollouts(model, routing=True), advantages()
     rows = split_rows(8, 2, 3)
     for replayed in ("none", "old_policy", "rollout"):
-        batches = old_pass(model, data, A, rows, grpo(replayed), micro_batch=micro_batch)
+        batches = seen_by_old(model, data, A, rows, grpo(replayed), micro_batch=micro_batch)
         assert [len(batch) for batch in batches] == ([1, 1] if micro_batch == 0 else [2, 2])
         for batch, wanted in zip(batches, rows, strict=True):
             assert torch.equal(torch.cat([part.advantages for part in batch]), A[wanted])
@@ -262,7 +271,7 @@ def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_o
             model.activation_checkpointing_enable({"use_reentrant": False})
         make_deterministic(model)
         optimizer, schedule = Optim(lr=1e-2).build(model, 2)
-        batches = old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
+        batches = seen_by_old(model, rollouts(), advantages(), split_rows(8, 2, 0), method, micro_batch=micro_batch)
         assert all(part.old is None for part in batches[0])
         assert not any(part.old is None for part in batches[1])
         if looks:
@@ -288,7 +297,7 @@ def test_an_exact_samplers_log_probabilities_are_those_of_a_pass_of_the_old_poli
         model = copy.deepcopy(start)
         forwards = []
         handle = model.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
-        batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), grpo(), exact=exact)
+        batches = seen_by_old(model, data, advantages(), split_rows(8, 4, 0), grpo(), exact=exact)
         handle.remove()
         assert len(forwards) == (0 if exact else 3)
         assert batches[0][0].old is None
@@ -308,14 +317,19 @@ def test_an_exact_samplers_log_probabilities_are_those_of_a_pass_of_the_old_poli
 def test_an_exact_sampler_does_not_speak_for_an_old_policy_of_which_more_is_wanted():
     model = tiny()
     data = sampled(model)
-    for method, logits in ((grpo("old_policy"), False), (grpo("shuffled"), False), (grpo(), True)):
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), method, exact=True, keep_logits=logits)
+    rows = split_rows(8, 2, 0)
+    for method, pressure in (
+        (grpo("old_policy"), NO_PRESSURE),
+        (grpo("shuffled"), NO_PRESSURE),
+        (grpo(), RouterPressure(router_kl=1.0)),
+    ):
+        batches = seen_by_old(model, data, advantages(), rows, method, exact=True, pressure=pressure)
         assert not any(part.old.sampled for part in batches[1])
     install(model, Predictive())
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(), exact=True, router=Predictive())
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo(), exact=True, router=Predictive())
     assert all(part.old.scores for part in batches[1])
     with pytest.raises(ValueError, match="has to give rollout_entropy_BT"):
-        old_pass(model, rollouts(), advantages(), split_rows(8, 2, 0), grpo(), exact=True)
+        seen_by_old(model, rollouts(), advantages(), split_rows(8, 2, 0), grpo(), exact=True)
 
 
 def test_with_one_update_the_old_policy_is_not_asked_at_all():
@@ -323,7 +337,7 @@ def test_with_one_update_the_old_policy_is_not_asked_at_all():
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     for replayed in ("none", "old_policy"):
-        (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], grpo(replayed), micro_batch=3)
+        (batch,) = seen_by_old(model, data, advantages(), [torch.arange(8)], grpo(replayed), micro_batch=3)
         assert not forwards
         assert all(part.old is None for part in batch)
 
@@ -331,16 +345,16 @@ def test_with_one_update_the_old_policy_is_not_asked_at_all():
 def test_the_old_policy_is_asked_first_where_the_first_mini_batch_cannot_tell():
     model = tiny()
     sampled = rollouts(model, routing=True)
-    for data, replayed, logits in (
-        (sampled, "rollout", False),
-        (sampled, "none", False),  # the engine's routing is compared with the old policy's own
-        (sampled, "old_policy", False),
-        (rollouts(), "shuffled", False),  # the old policy uses the wrong experts too
-        (rollouts(), "thresholded", False),
-        (rollouts(), "sticky", False),
-        (rollouts(), "none", True),  # router_kl wants the old policy's logits
+    for data, replayed, pressure in (
+        (sampled, "rollout", NO_PRESSURE),
+        (sampled, "none", NO_PRESSURE),  # the engine's routing is compared with the old policy's own
+        (sampled, "old_policy", NO_PRESSURE),
+        (rollouts(), "shuffled", NO_PRESSURE),  # the old policy uses the wrong experts too
+        (rollouts(), "thresholded", NO_PRESSURE),
+        (rollouts(), "sticky", NO_PRESSURE),
+        (rollouts(), "none", RouterPressure(router_kl=1.0)),  # wants the old policy's logits
     ):
-        batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), keep_logits=logits)
+        batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), pressure=pressure)
         assert all(part.old is not None for batch in batches for part in batch), replayed
 
 
@@ -350,9 +364,10 @@ def test_with_the_engines_log_probabilities_ratios_are_taken_against_those_from_
     data = dataclasses.replace(data, rollout_logprobs_BT=torch.where(data.response_BT, -1.5, 0.0))
     with torch.no_grad():
         natural, _ = response_logprobs(model, data)
-    (batch,) = old_pass(model, data, advantages(), [torch.arange(8)], grpo(old_logprobs="engine"))
+    arm = grpo(old_logprobs="engine")
+    (batch,) = seen_by_old(model, data, advantages(), [torch.arange(8)], arm)
     optimizer, schedule = Optim().build(model, 1)
-    row = take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=1.0)
+    row = take_update(model, optimizer, schedule, batch, arm, max_grad_norm=1.0)
     log_w = (natural + 1.5)[data.response_BT]
     assert row["log_w_sd"] == pytest.approx(float(log_w.double().std(correction=0)), rel=1e-6)
     assert torch.equal(batch[0].old.logprobs_BT, natural)
@@ -364,7 +379,7 @@ def test_old_logprobs_are_those_of_the_experts_that_training_will_use():
     rows = [torch.arange(8)]
     natural, _ = response_logprobs(model, data)
     modes = ("none", "old_policy", "rollout")
-    old = {name: old_pass(model, data, advantages(), rows, grpo(name))[0][0].old.logprobs_BT for name in modes}
+    old = {name: seen_by_old(model, data, advantages(), rows, grpo(name))[0][0].old.logprobs_BT for name in modes}
     assert torch.equal(old["none"], natural)
     assert torch.equal(old["old_policy"], natural)  # recording is only looking
     assert (old["rollout"] - natural).abs().max() > 1e-2  # a foreign engine's experts
@@ -380,7 +395,7 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     make_deterministic(model)
     method = ARMS[arm]
     data = rollouts(model, routing=method.replay == "rollout")
-    batches = old_pass(model, data, advantages(), split_rows(8, 4, 0), method, micro_batch=1)
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 4, 0), method, micro_batch=1)
     if batches[0][0].old is None:
         look(model, batches[0], method.replay)
     before = routing_of(model, data.tokens_BS, data.attention_BS)
@@ -399,7 +414,7 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
 
 def test_without_replay_training_forwards_do_not_use_the_old_experts():
     model, data = tiny(), rollouts()
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
     take_update(model, optimizer, schedule, batches[0], grpo(), max_grad_norm=1.0)
     with record(model) as recorder:
@@ -424,7 +439,7 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
     own = routing_of(model, data.tokens_BS, data.attention_BS)
     natural, _ = response_logprobs(model, data)
     for batch, of_update in zip(
-        old_pass(model, data, advantages(), rows, grpo("shuffled"), micro_batch=micro_batch), rows, strict=True
+        seen_by_old(model, data, advantages(), rows, grpo("shuffled"), micro_batch=micro_batch), rows, strict=True
     ):
         got = RoutingTrace.cat([part.old.routing for part in batch])
         real = [real_S.nonzero().flatten() for part in batch for real_S in part.rollouts.attention_BS]
@@ -442,23 +457,23 @@ def test_shuffled_replay_forces_the_experts_of_the_neighbour_in_the_mini_batch(m
 
 def test_shuffled_replay_of_a_single_sequence_is_refused():
     with pytest.raises(RoutingError, match="1 sequence has no neighbours"):
-        old_pass(tiny(), rollouts(), advantages(), split_rows(8, 8, 0), grpo("shuffled"))
+        seen_by_old(tiny(), rollouts(), advantages(), split_rows(8, 8, 0), grpo("shuffled"))
 
 
 def test_replaying_rollouts_without_routing_is_refused():
     model = tiny()
     with pytest.raises(ValueError, match="replay=rollout needs rollouts with routing"):
-        old_pass(model, rollouts(), advantages(), [torch.arange(8)], grpo("rollout"))
+        seen_by_old(model, rollouts(), advantages(), [torch.arange(8)], grpo("rollout"))
 
 
 def test_b14_replay_without_an_old_pass_that_recorded_is_refused():
     model, data = tiny(), rollouts()
-    batch = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())[1]
+    batch = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo())[1]
     optimizer, schedule = Optim().build(model, 1)
     with pytest.raises(RoutingError, match="before switch_to"):
         take_update(model, optimizer, schedule, batch, grpo("old_policy"), max_grad_norm=1.0)
     with pytest.raises(RoutingError, match="no MoE layers"):
-        old_pass(tiny("dense"), data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
+        seen_by_old(tiny("dense"), data, advantages(), split_rows(8, 2, 0), grpo("old_policy"))
 
 
 @pytest.mark.parametrize("arm", ["grpo", "gspo"])
@@ -499,7 +514,7 @@ class Spoilt(PolicyLoss):
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 def test_a_loss_or_gradient_that_is_not_finite_leaves_weights_optimizer_and_schedule_as_they_were(what, gradient_only):
     model, data = tiny(), rollouts()
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo())
     optimizer, schedule = Optim(schedule="linear").build(model, 10)
     take_update(model, optimizer, schedule, batches[0], grpo(), max_grad_norm=1.0)
     before, state, lr = weights(model), copy.deepcopy(optimizer.state_dict()), schedule.get_last_lr()
@@ -551,7 +566,7 @@ def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_th
     install(model, variant)
     make_deterministic(model)
     data = rollouts(model, routing=replayed == "rollout")
-    batches = old_pass(
+    batches = seen_by_old(
         model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch, router=variant
     )
     assert all(part.old is None or not part.old.scores for part in batches[0])
@@ -642,7 +657,7 @@ def test_gradients_are_scaled_down_to_the_norm_and_0_leaves_them():
     steps = {}
     for limit in (0.0, 1e-3, 1e6):
         model, data = tiny(), rollouts()
-        batch = old_pass(model, data, advantages(), [torch.arange(8)], grpo())[0]
+        batch = seen_by_old(model, data, advantages(), [torch.arange(8)], grpo())[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         row = take_update(model, optimizer, schedule, batch, grpo(), max_grad_norm=limit)
@@ -675,7 +690,7 @@ def kind_of(name):
 def test_weights_that_are_not_trained_stay_bit_identical_and_the_others_move(family, trains, moving):
     model, data = tiny(family), rollouts()
     before = weights(model)
-    batches = old_pass(model, data, advantages(), split_rows(8, 2, 0), grpo())
+    batches = seen_by_old(model, data, advantages(), split_rows(8, 2, 0), grpo())
     optimizer, schedule = Optim(lr=1e-2, weight_decay=0.1, trains=trains).build(model, 2)
     for batch in batches:
         row = take_update(model, optimizer, schedule, batch, grpo())

@@ -22,7 +22,8 @@ from moe_rl.benchmarks.loop import Cycles, experiment
 from moe_rl.benchmarks.turns import one_thread, paired
 from moe_rl.experiment import Experiment
 from moe_rl.loop import derive_seed, sample_step, samples_exactly
-from moe_rl.old_pass import old_pass, split_rows
+from moe_rl.mini_batches import mini_batches, shortest_first, split_rows
+from moe_rl.old_pass import old_pass
 from moe_rl.store import read_study
 from moe_rl.update import take_update
 
@@ -117,8 +118,9 @@ def bare_loop(e: Experiment, cache_dir: str) -> Generator[list[dict[str, Any]], 
         rollouts, _ = sample_step(e, state, step)
         advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
-        exact = samples_exactly(e, state)
-        batches = old_pass(model, rollouts, advantages, rows, e.arm, micro_batch=e.micro_batch, exact=exact)
+        rows = shortest_first(rows, rollouts)
+        batches = mini_batches(rollouts, advantages, rows, micro_batch=e.micro_batch)
+        old_pass(model, batches, e.arm, exact=samples_exactly(e, state))
         drift.begin_step(step, rollouts)
         updates = []
         for number, batch in enumerate(batches, start=1):
