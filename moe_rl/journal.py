@@ -119,7 +119,7 @@ def rollout_columns(
         "response_length": float(own.response_BT.sum(1).float().mean()),
         "truncated": float(own.truncated_B.float().mean()),
         "entropy": entropy / int(rollouts.response_BT.sum()),
-        **mismatch_columns([(tokens, old) for tokens, old in views if not old.sampled]),
+        **mismatch_columns([(part, old) for part, old in views if not old.sampled]),
     }
 
 
@@ -130,9 +130,9 @@ def equal_share(rollouts: Rollouts, completions: int) -> float:
 
 def mismatch_columns(pairs: Sequence[tuple[Rollouts, OldView]]) -> dict[str, float]:
     """How far the sampler is from the old policy, in log probabilities, and in routing where both are known."""
-    log_c = [(old.logprobs_BT - tokens.rollout_logprobs_BT)[tokens.response_BT] for tokens, old in pairs]
+    log_c = [(old.logprobs_BT - part.rollout_logprobs_BT)[part.response_BT] for part, old in pairs]
     columns = {f"mismatch_{name}": value for name, value in tails(torch.cat(log_c)).items()}
-    both = [(tokens.routing, old.live_routing) for tokens, old in pairs if tokens.routing and old.live_routing]
+    both = [(part.routing, old.live_routing) for part, old in pairs if part.routing and old.live_routing]
     if both:
         sampled, own = (RoutingTrace.cat(traces) for traces in zip(*both, strict=True))
         columns["routing_mismatch"] = compare(sampled, own).slot_change

@@ -56,7 +56,7 @@ def old_pass(
             for part in batch:
                 part.old = as_sampled(part.rollouts)
         else:
-            look(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
+            note_view(model, batch, arm.replay, keep_logits, keep_scores=learns(router) and batch is not batches[0])
     if reference is not None:
         with torch.no_grad(), acting_as(model, reference):
             for part in itertools.chain(*batches):
@@ -73,7 +73,7 @@ def as_sampled(rollouts: Rollouts) -> OldView:
 
 
 @torch.no_grad()
-def look(
+def note_view(
     model: PreTrainedModel,
     batch: Sequence[MicroBatch],
     replayed: str,

@@ -49,25 +49,23 @@ def take_update(
     columns: dict[str, float] = collections.defaultdict(float)
     optimizer.zero_grad(set_to_none=True)
     for part in batch:
-        tokens, old = part.rollouts, part.old
+        rollouts, old = part.rollouts, part.old
         forced = replay(model, old.routing, arm.keep) if old and arm.replay != "none" else contextlib.nullcontext()
         with forced as replaying:
             with contextlib.ExitStack() as stack:
                 watched = pressure.on or arm.correction.needs_routers
                 seen = stack.enter_context(router_outputs(model)) if watched else []
                 scores = stack.enter_context(ranked_scores(model)) if old and old.scores else []
-                logprobs_BT, entropy_BT = response_logprobs(model, tokens)
+                logprobs_BT, entropy_BT = response_logprobs(model, rollouts)
             if old is None:
                 part.old = old = OldView(logprobs_BT.detach(), entropy_BT)
             total, output, log_w_BT, told = objective(part, old, logprobs_BT, seen, arm, pressure, sizes)
             if old.scores:
-                share = sizes.share(tokens)
-                told |= {
-                    name: share * x for name, x in teach(model, router, old.scores, scores, tokens.attention_BS).items()
-                }
+                share, learned = sizes.share(rollouts), teach(model, router, old.scores, scores, rollouts.attention_BS)
+                told |= {name: share * value for name, value in learned.items()}
             total.backward()
         loss += float(output.loss.detach())
-        log_ratios.append((log_w_BT, tokens.response_BT))
+        log_ratios.append((log_w_BT, rollouts.response_BT))
         clipped.append(output.clipped_BT)
         kept += replaying.kept if replaying is not None else []
         for name, value in told.items():
@@ -122,10 +120,10 @@ def objective(
     differentiate, what the policy loss said, log w [B, T] without gradient, and columns to be summed.
     """
     correction, kl = arm.correction, arm.kl
-    tokens, mask_BT = part.rollouts, part.rollouts.response_BT
-    shift_BT = predicting_shift(seen, tokens, old) if correction.needs_routers else None
-    logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, tokens.rollout_logprobs_BT, mask_BT, shift_BT)
-    old_BT = tokens.rollout_logprobs_BT if arm.old_logprobs == "engine" else old.logprobs_BT
+    rollouts, mask_BT = part.rollouts, part.rollouts.response_BT
+    shift_BT = predicting_shift(seen, rollouts, old) if correction.needs_routers else None
+    logprobs_BT = correction.apply(logprobs_BT, old.logprobs_BT, rollouts.rollout_logprobs_BT, mask_BT, shift_BT)
+    old_BT = rollouts.rollout_logprobs_BT if arm.old_logprobs == "engine" else old.logprobs_BT
     output = arm.policy_loss(PolicyBatch(logprobs_BT, old_BT, mask_BT, part.advantages, sizes.sequences, sizes.tokens))
     total, columns = output.loss, {}
     if kl.on:
@@ -133,19 +131,19 @@ def objective(
         total = total + kl.coefficient * term
         columns["reference_kl"] = float(term.detach())
     if pressure.on:
-        share = sizes.share(tokens)
-        extra, values = pressure(seen, tokens.attention_BS, old.router_logits)
+        share = sizes.share(rollouts)
+        extra, values = pressure(seen, rollouts.attention_BS, old.router_logits)
         total = total + share * extra
         columns |= {name: share * value for name, value in values.items()}
     return total, output, logprobs_BT.detach() - old_BT, columns
 
 
-def predicting_shift(seen: list[tuple[Tensor, Tensor]], tokens: Rollouts, old: OldView) -> Tensor:
+def predicting_shift(seen: list[tuple[Tensor, Tensor]], rollouts: Rollouts, old: OldView) -> Tensor:
     """Router shift ratio [B, T] at the positions that predict the response tokens; see `router_shift`."""
     routing = old.routing or old.live_routing
     if old.router_logits is None or routing is None:
         raise ValueError("arm.correction=rspo needs the router logits of the old pass; give old_pass the same arm")
-    T = tokens.response_BT.shape[1]
+    T = rollouts.response_BT.shape[1]
     return router_shift(old.router_logits, [logits for logits, _ in seen], routing.expert_ids_BSLK)[:, -T - 1 : -1]
 
 

@@ -17,7 +17,7 @@ from moe_rl.foresight import ranked_scores
 from moe_rl.mini_batches import mini_batches, split_rows
 from moe_rl.models.families import find_routers
 from moe_rl.models.tokenizer import character_tokenizer
-from moe_rl.old_pass import look, old_pass
+from moe_rl.old_pass import note_view, old_pass
 from moe_rl.optim import Optim
 from moe_rl.policy import make_deterministic, response_logprobs, routing_of
 from moe_rl.policy_losses.base import PolicyLoss
@@ -88,7 +88,7 @@ def train(model, arm, updates=2, micro_batch=0, lr=1e-3, data=None):
     rows = split_rows(len(data), updates, 0)
     batches = seen_by_old(model, data, advantages(len(data)), rows, method, micro_batch=micro_batch)
     if batches[0][0].old is None:
-        look(model, batches[0], method.replay)
+        note_view(model, batches[0], method.replay)
     optim = Optim(lr=lr)
     optimizer, schedule = optim.build(model, updates)
     return [
@@ -275,7 +275,7 @@ def test_the_first_mini_batchs_own_forwards_say_bit_for_bit_what_a_pass_of_the_o
         assert all(part.old is None for part in batches[0])
         assert not any(part.old is None for part in batches[1])
         if looks:
-            look(model, batches[0], method.replay)
+            note_view(model, batches[0], method.replay)
         rows = [take_update(model, optimizer, schedule, batch, method, max_grad_norm=1.0) for batch in batches]
         ends[looks] = rows, batches[0], weights(model)
     (rows, batch, end), (other_rows, other_batch, other_end) = ends.values()
@@ -397,7 +397,7 @@ def test_every_training_forward_uses_the_old_experts_while_the_policy_itself_dri
     data = rollouts(model, routing=method.replay == "rollout")
     batches = seen_by_old(model, data, advantages(), split_rows(8, 4, 0), method, micro_batch=1)
     if batches[0][0].old is None:
-        look(model, batches[0], method.replay)
+        note_view(model, batches[0], method.replay)
     before = routing_of(model, data.tokens_BS, data.attention_BS)
     optimizer, schedule = Optim(lr=1e-2).build(model, 4)
     drift = []
