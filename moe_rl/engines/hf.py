@@ -16,24 +16,11 @@ from moe_rl.engines.base import Engine
 from moe_rl.kv_cache import in_place_cache, read_prompts
 from moe_rl.recording import record
 from moe_rl.records import NotFiniteError, Rollouts
-from moe_rl.routing_trace import RoutingTrace
+from moe_rl.shaping import join
 from moe_rl.tasks.base import Example, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """What `generate` gave: response tokens, their log probabilities and the entropy where they were drawn, which of
-    them are real, who ended by itself."""
-
-    tokens_BT: Tensor
-    logprobs_BT: Tensor
-    entropy_BT: Tensor
-    response_BT: Tensor
-    stopped_B: Tensor
-    routing: RoutingTrace | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,47 +64,60 @@ class Hf(Engine):
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad(), self.emulation(model, seed):
             torch.manual_seed(seed)
-            parts = [
-                self._generate(
-                    model, tokenizer, {k: v[i : i + size] for k, v in prompts.items()}, completions, record_routing
-                )
-                for i in range(0, len(examples), size)
-            ]
-        return _judge(tokenizer, task, examples, completions, prompts, _join(parts, tokenizer.pad_token_id))
+            parts = []
+            for first in range(0, len(examples), size):
+                some = slice(first, first + size)
+                encoded = {name: tensor[some] for name, tensor in prompts.items()}
+                part = self._generate(model, tokenizer, task, examples[some], encoded, completions, record_routing)
+                parts.append(dataclasses.replace(part, group_ids_B=part.group_ids_B + first))
+        return join(parts, tokenizer.pad_token_id)
 
     def _generate(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        examples: Sequence[Example],
         prompts: dict[str, Tensor],
         completions: int,
         record_routing: bool,
-    ) -> Sampled:
-        tokens_PS, mask = (prompts[name].to(model.device) for name in ("input_ids", "attention_mask"))
-        width = mask.shape[1]
+    ) -> Rollouts:
+        """All completions of some prompts, in one call of `generate`. A response that the limit cut is never exact."""
+        tokens_PS, mask_PS = (prompts[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        width = mask_PS.shape[1]
         sampled = SampledLogprobs()
         cache = in_place_cache(model, width + self.max_new_tokens)
         if cache is not None and completions > 1 and width > 1 and not record_routing:
-            read_prompts(model, tokens_PS, mask, completions, cache)
+            read_prompts(model, tokens_PS, mask_PS, completions, cache)
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(record(model, source="rollout")) if record_routing else None
             stack.enter_context(generation_settings(model, self._settings(model, tokenizer, completions)))
-            sequences = model.generate(
+            sequences_BS = model.generate(
                 input_ids=tokens_PS,
-                attention_mask=mask,
+                attention_mask=mask_PS,
                 logits_processor=LogitsProcessorList([sampled]),
                 cache=cache,
             )
-        tokens = sequences[:, width:]
-        ended = torch.isin(tokens, torch.tensor(end_ids(model, tokenizer), device=tokens.device))
-        response = (ended.cumsum(1) - ended.long()) == 0  # up to the first end of sequence, that one included
-        logprobs, entropy = (values_BT.masked_fill(~response, 0.0) for values_BT in sampled.finish(sequences))
-        routing = None
-        if recorder is not None:
-            real = torch.cat([mask.repeat_interleave(completions, 0).bool(), response], 1)
-            routing = recorder.trace.aligned_to(real)
-        stopped = (ended & response).any(1)
-        return Sampled(tokens, logprobs, entropy, response, stopped, routing)
+        tokens_BT = sequences_BS[:, width:]
+        ended_BT = torch.isin(tokens_BT, torch.tensor(end_ids(model, tokenizer), device=tokens_BT.device))
+        response_BT = (ended_BT.cumsum(1) - ended_BT.long()) == 0  # up to the first end of sequence, that one included
+        stopped_B = (ended_BT & response_BT).any(1)
+        attention_BS = torch.cat([mask_PS.repeat_interleave(completions, 0).bool(), response_BT], 1)
+        logprobs_BT, entropy_BT = (values.masked_fill(~response_BT, 0.0) for values in sampled.finish(sequences_BS))
+        asked = [example for example in examples for _ in range(completions)]
+        rewards_B, exact_B = reward(tokenizer, task, asked, tokens_BT, response_BT)
+        return Rollouts(
+            tokens_BS=sequences_BS,
+            attention_BS=attention_BS,
+            response_BT=response_BT,
+            group_ids_B=torch.arange(len(examples), device=tokens_BT.device).repeat_interleave(completions),
+            rollout_logprobs_BT=logprobs_BT,
+            rewards_B=rewards_B,
+            exact_B=exact_B & stopped_B,
+            truncated_B=~stopped_B,
+            routing=None if recorder is None else recorder.trace.aligned_to(attention_BS),
+            rollout_entropy_BT=entropy_BT,
+        )
 
     def _settings(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completions: int
@@ -198,55 +198,18 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     return list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
 
-def _join(parts: list[Sampled], pad: int) -> Sampled:
-    """Parts of different response widths as one batch, padded on the right."""
-    widest = max(part.tokens_BT.shape[1] for part in parts)
-
-    def widen(tensor: Tensor, fill: float) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, widest - tensor.shape[1]), value=fill)
-
-    traces = [part.routing for part in parts if part.routing is not None]
-    return Sampled(
-        torch.cat([widen(part.tokens_BT, pad) for part in parts]),
-        torch.cat([widen(part.logprobs_BT, 0.0) for part in parts]),
-        torch.cat([widen(part.entropy_BT, 0.0) for part in parts]),
-        torch.cat([widen(part.response_BT, False) for part in parts]),
-        torch.cat([part.stopped_B for part in parts]),
-        RoutingTrace.cat(traces) if traces else None,
-    )
-
-
-def _judge(
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    examples: Sequence[Example],
-    completions: int,
-    prompts: dict[str, Tensor],
-    sampled: Sampled,
-) -> Rollouts:
-    """Join prompts and responses, and let the task reward the text. A response cut off by the limit is never exact."""
-    device = sampled.tokens_BT.device
-    prompt_tokens = prompts["input_ids"].repeat_interleave(completions, 0).to(device)
-    prompt_mask = prompts["attention_mask"].repeat_interleave(completions, 0).to(device).bool()
-    readable = sampled.tokens_BT.masked_fill(~sampled.response_BT, tokenizer.pad_token_id)
-    texts = tokenizer.batch_decode(readable, skip_special_tokens=True)
-    asked = [example for example in examples for _ in range(completions)]
-    rewards = [task.reward(example, text) for example, text in zip(asked, texts, strict=True)]
-    for example, text, reward in zip(asked, texts, rewards, strict=True):
-        if not math.isfinite(reward):  # the loss would not be finite either, and the method be blamed for it
+def reward(
+    tokenizer: PreTrainedTokenizerBase, task: Task, examples: Sequence[Example], tokens_BT: Tensor, real_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(reward, whether exactly right) of each response to its example, [B] each; by the task, from the text."""
+    readable_BT = tokens_BT.masked_fill(~real_BT, tokenizer.pad_token_id)
+    texts = tokenizer.batch_decode(readable_BT, skip_special_tokens=True)
+    rewards = [task.reward(example, text) for example, text in zip(examples, texts, strict=True)]
+    for example, text, value in zip(examples, texts, rewards, strict=True):
+        if not math.isfinite(value):  # the loss would not be finite either, and the method be blamed for it
             raise ValueError(
-                f"{type(task).__name__} rewards {text!r} for {example.prompt!r} with {reward}; mend the task"
+                f"{type(task).__name__} rewards {text!r} for {example.prompt!r} with {value}; mend the task"
             )
-    exact = [task.exact(example, text) for example, text in zip(asked, texts, strict=True)]
-    return Rollouts(
-        tokens_BS=torch.cat([prompt_tokens, sampled.tokens_BT], 1),
-        attention_BS=torch.cat([prompt_mask, sampled.response_BT], 1),
-        response_BT=sampled.response_BT,
-        group_ids_B=torch.arange(len(examples), device=device).repeat_interleave(completions),
-        rollout_logprobs_BT=sampled.logprobs_BT,
-        rewards_B=torch.tensor(rewards, dtype=torch.float32, device=device),
-        exact_B=torch.tensor(exact, device=device) & sampled.stopped_B,
-        truncated_B=~sampled.stopped_B,
-        routing=sampled.routing,
-        rollout_entropy_BT=sampled.entropy_BT,
-    )
+    exact = [task.exact(example, text) for example, text in zip(examples, texts, strict=True)]
+    device = tokens_BT.device
+    return torch.tensor(rewards, dtype=torch.float32, device=device), torch.tensor(exact, device=device)
