@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,10 +13,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from moe_rl import config as settings
 from moe_rl.checkpoint import CheckpointError
@@ -28,6 +29,10 @@ from moe_rl.store import StoreError, open_run, run_folder, settings_name
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
 USER_ERRORS = (settings.ConfigError, StoreError, ColdStartError, CheckpointError, RoutingError)
+
+INTERRUPTED = "interrupted; the same command goes on from the last checkpoint (launch.checkpoint_every)"
+# Options with a value behind them.
+VALUED = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 
 
 def fail(message: str) -> NoReturn:
@@ -80,6 +85,9 @@ def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
         if writer is None:
             print(f"finished before: {folder}")
             return
+        if config.launch.progress:  # the first step is a while away
+            begins = f"starts, {experiment.cold_start.steps} steps of cold start come first unless they are kept"
+            print(f"{'goes on' if writer.resumes else begins}: {folder}", flush=True)
         mirrored = mirror(experiment.logger, folder, experiment.study_name, identity, experiment.updates)
         with mirrored as writer.mirror:
             state = loop.run(experiment, writer, f"{config.launch.results_dir}/.cache/cold_start", show)
@@ -112,28 +120,57 @@ def _main(config: DictConfig) -> None:
         fail(str(error))  # here already: Hydra would print a line of its own before ours
 
 
-def _meant(key: str) -> str:
-    """What to do about a setting that was refused. key: of what was given, as far as Hydra could follow it."""
+def _meant(key: str, unknown: bool) -> str:
+    """What to do about a setting that was refused. key: of what was given, as far as Hydra could follow it.
+    unknown: what was chosen has no such setting; else its value was refused."""
     given = [word.partition("=")[0] for word in sys.argv[1:]]
     name = next((word for word in given if word == key or word.startswith(f"{key}.")), key)
-    meant = [] if name in known_settings() else nearest(name)
+    known = known_settings()
+    if unknown and known.get(name):
+        return f"a setting of {', '.join(known[name])}"
+    meant = [] if name in known else nearest(name)
     return f"did you mean {' or '.join(meant)}?" if meant else "--help shows every setting"
+
+
+def for_hydra(words: list[str]) -> list[str]:
+    """The command line as Hydra reads it: options before settings, and the bare word of --help, of which Hydra knows
+    nothing, as a setting. A setting's name will do for its group."""
+    if {"--help", "-h"} & set(words):
+        behind = {i + 1 for i, word in enumerate(words) if word in VALUED}
+        topic = {i for i, word in enumerate(words) if i not in behind and re.fullmatch(r"\w+(\.\w+)*", word)}
+        words = [f"hydra.help.header={w.partition('.')[0]}" if i in topic else w for i, w in enumerate(words)]
+    return sorted(words, key=lambda word: not word.startswith("-") and ("=" in word or word.startswith("~")))
 
 
 def train() -> None:
     """The command-line entry point. What a user can put right is said in one line, with exit code 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us whole instead of being printed by Hydra
-    if {"--help", "-h"} & set(sys.argv):  # of a group: to Hydra a bare word is half an override
-        sys.argv[1:] = [f"hydra.help.header={word}" if word.isidentifier() else word for word in sys.argv[1:]]
+    asks_help = bool({"--help", "-h"} & set(sys.argv))
+    sys.argv[1:] = for_hydra(sys.argv[1:])
     try:
         _main()
+    except KeyboardInterrupt:  # still ends the process by the signal, which stops a script around it
+        sys.excepthook = lambda *told: print(INTERRUPTED, file=sys.stderr)
+        raise
     except USER_ERRORS as error:
         fail(str(error))
     except ValueError as error:
+        if "Only one of --run" in str(error):  # of -m and --cfg, say
+            fail(str(error))
         if "Config group override" not in str(error):  # what Hydra says of arm=null and the like
             raise
         fail("a group cannot be null; choose one of its options (--help shows them)")
+    except OverrideParseException as error:
+        if "missing EQUAL" not in str(error):
+            fail(str(error))
+        fail(f"{error.override!r} is not of the form setting=value, which has no spaces around the sign")
+    except BrokenPipeError:  # --help | head
+        if not asks_help:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        raise SystemExit(1) from None
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)
-        fail(f"{key}: {cause}\n({_meant(key)})" if key else str(cause))
+        unknown = isinstance(cause, ConfigKeyError | ConfigAttributeError)
+        fail(f"{key}: {cause}\n({_meant(key, unknown)})" if key else str(cause))

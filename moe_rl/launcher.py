@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from moe_rl import cli
 from moe_rl.config import identity, knobs, settle
 from moe_rl.experiment import ConfigError
-from moe_rl.progress import Board
+from moe_rl.progress import Board, counted
 from moe_rl.store import DONE, StoreError, check_config, differing_keys, make_folder, read_status, run_folder, state_of
 
 POLL_SECONDS = 0.5
@@ -64,7 +64,7 @@ def delegate(
     as in `launch`. What survives the death of a run is then up to that launcher. first: number of the first run."""
     runs = prepare(context, config, job_overrides)
     waiting = [run for run in runs if state_of(run.folder) not in DONE]
-    print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
+    print(counted(len(runs), len(runs) - len(waiting)), flush=True)
     if not waiting:
         return []
     try:

@@ -101,26 +101,50 @@ def meaning_of(group: str, option: str, loader: ConfigLoader) -> str:
     parts = [entry for entry in values.pop("defaults", []) if isinstance(entry, dict)]
     losses = [loss for part in parts for key, loss in part.items() if key == "/policy_loss@policy_loss"]
     said = [_first_sentence(importlib.import_module(f"moe_rl.policy_losses.{loss}")) for loss in losses]
+    if target := (values.get("policy_loss") or {}).get("_target_"):
+        said.append(_of_ones_own(target))
     departs = [f"{key}={value}" for key, value in values.items() if key != "policy_loss" and value != "none"]
     return " ".join([*said, ", ".join(departs)])
 
 
 def nearest(name: str) -> list[str]:
-    """What may have been meant by a name that nothing has: what ends like it, else what looks most like it."""
-    known = known_settings()
-    alike = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    return alike or difflib.get_close_matches(name, known, 1)
+    """What may have been meant by a name that nothing has: a setting of the group that its first part looks like, else
+    what ends like it, else what looks most like it."""
+    known = list(known_settings())
+    place, _, setting = name.rpartition(".")
+    alike = [other for other in known if other.rpartition(".")[2] == setting]
+    group = _alike(place, {other.rpartition(".")[0] for other in known} - {""})
+    if not group:
+        return alike or _alike(name, known)
+    here = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == group[0]]
+    meant = [f"{group[0]}.{found}" for found in _alike(setting, here)]
+    return meant or alike or [one for one in group if one != place]
 
 
-def known_settings() -> list[str]:
-    """The dotted names of all settings of all options, and the groups, in the order of the config."""
+def _alike(name: str, names: Collection[str]) -> list[str]:
+    """The one name that looks most like this, if any does."""
+    return difflib.get_close_matches(name, sorted(names), 1, cutoff=0.7)
+
+
+def known_settings() -> dict[str, list[str]]:
+    """{dotted name of a setting of some option, or group: the options that have it}, in the order of the config."""
     store = ConfigStore.instance()
-    names = list(store.load("schema.yaml").node)
-    for group in [name for name in [*names, "policy_loss"] if name in store.list("")]:
+    known: dict[str, list[str]] = {str(name): [] for name in store.load("schema.yaml").node}
+    for group in [name for name in [*known, "policy_loss"] if name in store.list("")]:
         place = "arm.policy_loss" if group == "policy_loss" else group
         for file in store.list(group):
-            names += [f"{place}.{field}" for field in store.load(f"{group}/{file}").node if field != "_target_"]
-    return list(dict.fromkeys(names))
+            for field in store.load(f"{group}/{file}").node:
+                if field != "_target_":
+                    known.setdefault(f"{place}.{field}", []).append(file.removesuffix(".yaml"))
+    return known
+
+
+def _of_ones_own(target: str) -> str:
+    """What the class of a dotted name says, or that there is none: help is there for what does not work yet, too."""
+    try:
+        return _first_sentence(get_class(target))
+    except Exception as error:  # whatever a file of one's own raises, as Hydra passes it on
+        return f"{target}, which cannot be imported: {' '.join(str(error.__cause__ or error).split())}"
 
 
 def _kind(node: DictConfig) -> Any:

@@ -28,6 +28,11 @@ def clock(seconds: float) -> str:
     return "" if seconds != seconds else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def counted(runs: int, done: int) -> str:
+    """How many runs a sweep has, and how many of them are there already."""
+    return f"{runs} run{'' if runs == 1 else 's'}" + (f", {done} finished before" if done else "")
+
+
 class Board:
     """The runs of a sweep, read from their folders."""
 
@@ -43,7 +48,7 @@ class Board:
             self.live.start()
         elif self.shown:
             done = sum(state_of(folder) in DONE for folder in self.folders)
-            self.console.print(f"{len(self.folders)} runs, {done} of them finished before", highlight=False)
+            self.console.print(counted(len(self.folders), done), highlight=False)
         return self
 
     def __exit__(

@@ -97,8 +97,9 @@ class Recorder(ForwardWatch):
         if last is not None and same_cache and call.past > 0:
             if call.batch != last.calls[-1][0].batch:
                 raise RoutingError(
-                    f"the batch changed from {last.calls[-1][0].batch} to {call.batch} rows within one cache; "
-                    "record each batch in its own block"
+                    f"the batch changed from {last.calls[-1][0].batch} to {call.batch} rows within one cache, so it is "
+                    "not known which recorded row each goes on from; record each batch in its own block. An engine "
+                    "reads a prompt once for all its completions: let it record, by sample(..., record_routing=True)"
                 )
             if call.past > last.covered:
                 raise RoutingError(

@@ -8,7 +8,7 @@ from claim_studies import write_arm
 from scipy import stats as scipy_stats
 
 from moe_rl import claims, figures, measures
-from moe_rl.claims import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, base
+from moe_rl.claims import NOT_RUN, NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, base
 from moe_rl.claims._effects import contrast, level_of, with_holm
 from moe_rl.stats import Estimate
 from moe_rl.store import read_study
@@ -117,7 +117,7 @@ def test_all_claims_are_found_and_told_completely():
 
 def test_a_study_that_was_not_run_is_named():
     for claim, found in claims.judge_all({}):
-        assert found.verdict == NOT_TESTABLE
+        assert found.verdict == NOT_RUN
         assert all(study in found.because for study in claim.studies)
 
 

@@ -244,7 +244,7 @@ def test_a_sweep_leaves_every_run_finished_with_all_tables(sweep):
     assert len(study.steps) == 4 * 3
     assert len(study.updates) == 4 * 4
     assert len(study.drift) == 4 * 4 * 5
-    assert "4 runs, 0 of them finished before" in done
+    assert done.startswith("4 runs\n")
     assert "\ngspo seed 1: finished, step 2/2, reward 0." in done
     assert set(p.name for p in results.iterdir()) == {"s", ".cache"}
 
@@ -263,7 +263,7 @@ def test_a_second_launch_recomputes_nothing(sweep):
     before = {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")}
     done = launch(*arguments)
     assert {p: p.stat().st_mtime_ns for p in results.glob("s/**/*.jsonl")} == before
-    assert "4 runs, 4 of them finished before" in done
+    assert "4 runs, 4 finished before" in done
 
 
 def test_a_config_that_changed_under_the_same_name_is_refused(sweep, monkeypatch, capsys):
@@ -373,7 +373,7 @@ def test_one_dying_run_does_not_take_the_others_along(tmp_path):
     assert err.startswith("failed: seed=1: killed by signal 9: ")
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished", "cut_off", "finished"]
     done = launch(*command[1:])
-    assert "3 runs, 2 of them finished before" in done
+    assert "3 runs, 2 finished before" in done
     assert store.read_study(tmp_path / "k").runs.state.tolist() == ["finished"] * 3
 
 
@@ -478,15 +478,15 @@ def test_another_launcher_makes_the_same_runs_goes_on_after_a_failed_one_and_rep
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, out, err = train_here(monkeypatch, capsys, "-m", *again)
     assert code == 1
-    assert "2 runs, 0 of them finished before" in out
+    assert out.startswith("2 runs\n")
     assert [line.startswith("failed: ") and "seed=0" in line for line in err.splitlines()] == [True], err
     assert "StoreError: " in err
     assert "is being written by another process" in err
     code, out, err = train_here(monkeypatch, capsys, "-m", *again)
     assert (code, err) == (0, "")
-    assert "2 runs, 1 of them finished before" in out
+    assert "2 runs, 1 finished before" in out
     for run in made:
         for table in ("updates", "drift"):
             assert (tmp_path / run / f"{table}.jsonl").read_text() == (results / run / f"{table}.jsonl").read_text()
     code, out, _ = train_here(monkeypatch, capsys, "-m", *again)
-    assert (code, out) == (0, "2 runs, 2 of them finished before\n")
+    assert (code, out) == (0, "2 runs, 2 finished before\n")

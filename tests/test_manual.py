@@ -8,7 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from test_cli import train_here
 
-from moe_rl import config, manual
+from moe_rl import cli, config, manual
 
 
 def helped(monkeypatch, capsys, *words):
@@ -80,6 +80,39 @@ def test_options_of_ones_own_are_in_the_help_with_the_comment_at_their_head(tmp_
     assert re.search(r"^  bare$", out, re.M)
 
 
+def test_an_arm_of_ones_own_loss_is_told_by_that_class_and_help_survives_one_that_is_not_there(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "conf" / "arm").mkdir(parents=True)
+    (tmp_path / "my_help_loss.py").write_text(
+        'from moe_rl.policy_losses.grpo import Grpo\n\n\nclass Mine(Grpo):\n    """Mine is wide. More of it."""\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, target in {"mine": "my_help_loss.Mine", "lost": "no_such_file.Lost"}.items():
+        text = f"defaults: [schema, _self_]\npolicy_loss: {{_target_: {target}}}\nreplay: old_policy\n"
+        (tmp_path / "conf" / "arm" / f"{name}.yaml").write_text(text)
+    out = helped(monkeypatch, capsys, "arm", "--config-dir", "conf")
+    assert re.search(r"^  mine +Mine is wide\. replay=old_policy$", out, re.M)
+    lost = r"^  lost +no_such_file.Lost, which cannot be imported: .*no_such_file.* replay=old_policy$"
+    assert re.search(lost, out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    {
+        "arm=gspo -m seed=0,1": "-m arm=gspo seed=0,1",
+        "arm=mine --config-dir conf -m ~logger": "--config-dir conf -m arm=mine ~logger",
+        "--help router router=binned": "--help hydra.help.header=router router=binned",
+        "router --config-dir conf --help": "--config-dir conf --help hydra.help.header=router",
+        "-h optim.lr": "-h hydra.help.header=optim",
+        "--cfg job --config-dir=a=b seed=1": "--cfg job --config-dir=a=b seed=1",
+    }.items(),
+)
+def test_options_may_stand_among_settings(words, read):
+    assert cli.for_hydra(words.split()) == read.split()
+
+
 def test_help_shows_the_options_that_are_given(monkeypatch, capsys):
     out = helped(monkeypatch, capsys, "arm", "arm=dr_grpo")
     assert "\n== Settings of " in out
@@ -110,6 +143,10 @@ def test_the_choices_that_help_lists_are_those_that_are_accepted(name):
         "width": ["router.width"],
         "stps": ["steps"],
         "roter": ["router"],
+        "routr.width": ["router.width"],
+        "routr.colour": ["router"],
+        "router.wdith": ["router.width"],
+        "router.colour": [],
         "zzzz": [],
     }.items(),
 )
@@ -124,6 +161,9 @@ def test_what_may_have_been_meant_ends_like_it_or_looks_like_it(name, meant):
         "-m lr=1e-4": "did you mean optim.lr or cold_start.lr or preference_model.lr or critic.lr?",
         "arm.policy_los.clip_low=1": "did you mean arm.policy_loss.clip_low?",
         "zzzz=1": "--help shows every setting",
+        "routr.width=1": "did you mean router.width?",
+        "router.width=1": "a setting of binned",
+        "router=binned router.width=abc": "--help shows every setting",
         "optim.lr=abc": "--help shows every setting",
     }.items(),
 )

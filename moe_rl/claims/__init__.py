@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Mapping
 
 from moe_rl.claims.base import (
+    NOT_RUN,
     NOT_SUPPORTED,
     NOT_TESTABLE,
     SUPPORTED,
@@ -24,8 +25,8 @@ from moe_rl.claims.base import (
 from moe_rl.store import Study
 
 __all__ = [
-    "NOT_SUPPORTED", "NOT_TESTABLE", "SUPPORTED", "VERDICTS", "Claim", "Effect", "Finding", "Judgement", "judge",
-    "judge_all", "names",
+    "NOT_RUN", "NOT_SUPPORTED", "NOT_TESTABLE", "SUPPORTED", "VERDICTS", "Claim", "Effect", "Finding", "Judgement",
+    "judge", "judge_all", "names",
 ]  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def names() -> list[str]:
 
 
 def judge(name: str, studies: Mapping[str, Study]) -> tuple[Claim, Finding]:
-    """A claim and what the studies say on it. Without any study that it reads, it is not testable."""
+    """A claim and what the studies say on it. Without any study that it reads, it is `not run`."""
     module = importlib.import_module(f"{__name__}.{name}")
     claim: Claim = module.CLAIM
     if not any(study in studies for study in claim.studies):

@@ -15,7 +15,8 @@ from moe_rl import stats
 SUPPORTED = "supported here"
 NOT_SUPPORTED = "not supported here"
 NOT_TESTABLE = "not testable at this scale"
-VERDICTS = (SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE)
+NOT_RUN = "not run"  # none of its studies is there: nothing is said of what could be tested
+VERDICTS = (SUPPORTED, NOT_SUPPORTED, NOT_TESTABLE, NOT_RUN)
 RELEVANT = 0.05  # of the reward, whose range is 0 to 1: what counts as a difference between two methods
 LEVEL = 0.05  # of p after Holm
 
@@ -88,7 +89,7 @@ def finding(judgement: Judgement, effects: Sequence[Effect] = (), notes: Sequenc
 
 def not_run(*studies: str) -> Finding:
     told = f"study {studies[0]} has" if len(studies) == 1 else f"studies {' and '.join(studies)} have"
-    return Finding(NOT_TESTABLE, f"{told} not been run")
+    return Finding(NOT_RUN, f"{told} not been run")
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules

@@ -106,7 +106,8 @@ def results_markdown(studies: dict[str, Study]) -> str:
         for claim, found in judged
         for title in [f"{claim.id}: {claim.title}"]
     ]
-    counts = ", ".join(f"{sum(f.verdict == v for _, f in judged)} {v}" for v in claims.VERDICTS)
+    numbers = {verdict: sum(found.verdict == verdict for _, found in judged) for verdict in claims.VERDICTS}
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in numbers.items() if number)
     listed = [f"{link(name, f'{name}/report.html')}: {plural(len(one.runs), 'run')}" for name, one in studies.items()]
     listed += [f"{name}: has not been run" for name in absent]
     parts = [

@@ -13,10 +13,10 @@ from urllib.parse import unquote
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from moe_rl.claims import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED
+from moe_rl.claims import NOT_RUN, NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED
 from moe_rl.report._markdown import slug
 
-CLASSES = {SUPPORTED: "yes", NOT_SUPPORTED: "no", NOT_TESTABLE: "open"}
+CLASSES = {SUPPORTED: "yes", NOT_SUPPORTED: "no", NOT_TESTABLE: "open", NOT_RUN: "open"}
 STYLE = """
 :root { color-scheme: light; }
 body { font: 1rem/1.55 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; max-width: 60rem;
