@@ -15,7 +15,7 @@ from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.preference_model import REWARDS, Preferences
-from moe_rl.routers.base import Router, changes_routing, moves_by_itself
+from moe_rl.routers.base import Router, changes_routing, learns, moves_by_itself
 from moe_rl.tasks.base import Task
 
 
@@ -78,6 +78,12 @@ class Experiment:
     preference_model: Preferences = dataclasses.field(default_factory=Preferences)
     critic: CriticSettings = dataclasses.field(default_factory=CriticSettings)
     logger: Logger | None = None
+
+    @property
+    def train_all(self) -> bool:
+        """Whether sequences without advantage are trained on too: what else is asked of a policy learns from them."""
+        asked = self.arm.kl.on or self.optim.pressure.on
+        return asked or learns(self.router) or moves_by_itself(self.router)
 
 
 def check(e: Experiment) -> None:

@@ -76,7 +76,9 @@ def train(e: Experiment, journal: Journal, cache_dir: str) -> Generator[dict[str
             advantages, returns = critic.assess(rollouts, e.micro_batch)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         rows = shortest_first(rows, rollouts)
-        batches = mini_batches(rollouts, advantages, rows, returns_BT=returns, micro_batch=e.micro_batch)
+        batches = mini_batches(
+            rollouts, advantages, rows, returns_BT=returns, micro_batch=e.micro_batch, train_all=e.train_all
+        )
         old_pass(
             model,
             batches,

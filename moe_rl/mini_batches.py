@@ -36,6 +36,7 @@ class MicroBatch:
     advantages: [B], or [B, T] from a critic, which learns returns_BT. old: None until somebody has looked. In the first
     mini-batch its log probabilities are those of a forward of the very same sequences, so that the first update's
     ratios are exactly 1 and not 1 up to rounding. reference_BT: the reference policy's log probabilities, nats.
+    trained: False where no sequence has an advantage, so that a forward without gradient says all there is to say.
     """
 
     rollouts: Rollouts
@@ -43,6 +44,7 @@ class MicroBatch:
     returns_BT: Tensor | None = None
     old: OldView | None = None
     reference_BT: Tensor | None = None
+    trained: bool = True
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -67,17 +69,31 @@ def mini_batches(
     *,
     returns_BT: Tensor | None = None,
     micro_batch: int = 0,
+    train_all: bool = True,
 ) -> list[list[MicroBatch]]:
     """The rollouts of each mini-batch's rows, `micro_batch` sequences a forward, 0 for all of them.
 
     advantages: [B], or [B, T] from a critic, with its returns_BT. Columns that are padding in all sequences of a
-    forward are left out.
+    forward are left out. train_all: False where nothing but the policy loss trains: then sequences without advantage,
+    to which it gives no gradient, have forwards of their own, without backward. A mini-batch of nothing else is trained
+    whole, for to an optimizer with momentum a gradient of zero is not the same as none.
     """
+    idle_B = (advantages == 0).view(len(rollouts), -1).all(1).cpu() & (not train_all)
 
-    def one(mine: Tensor) -> MicroBatch:
+    def batch(mine: Tensor) -> list[MicroBatch]:
+        idle = idle_B[mine]
+        if idle.all():
+            return forwards(mine, True)
+        return forwards(mine[~idle], True) + forwards(mine[idle], False)
+
+    def forwards(mine: Tensor, trained: bool) -> list[MicroBatch]:
+        return [forward(part, trained) for part in mine.split(micro_batch or len(mine))] if len(mine) else []
+
+    def forward(mine: Tensor, trained: bool) -> MicroBatch:
         part = rollouts[mine].trimmed()
         T = part.response_BT.shape[1]
         of_part = advantages[mine] if advantages.dim() == 1 else advantages[mine, :T]
-        return MicroBatch(part, of_part, None if returns_BT is None else returns_BT[mine, :T])
+        returns = None if returns_BT is None else returns_BT[mine, :T]
+        return MicroBatch(part, of_part, returns, trained=trained)
 
-    return [[one(part) for part in mine.split(micro_batch or len(mine))] for mine in rows]
+    return [batch(mine) for mine in rows]

@@ -17,6 +17,7 @@ from moe_rl.corrections import router_shift, tails
 from moe_rl.foresight import ranked_scores, teach
 from moe_rl.mini_batches import MicroBatch, OldView
 from moe_rl.policy import response_logprobs
+from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.records import LossOutput, PolicyBatch, Rollouts
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
@@ -53,17 +54,24 @@ def take_update(
         forced = replay(model, old.routing, arm.keep) if old and arm.replay != "none" else contextlib.nullcontext()
         with forced as replaying:
             with contextlib.ExitStack() as stack:
+                if not part.trained:
+                    stack.enter_context(torch.no_grad())
                 watched = pressure.on or arm.correction.needs_routers
                 seen = stack.enter_context(router_outputs(model)) if watched else []
                 scores = stack.enter_context(ranked_scores(model)) if old and old.scores else []
                 logprobs_BT, entropy_BT = response_logprobs(model, rollouts)
             if old is None:
                 part.old = old = OldView(logprobs_BT.detach(), entropy_BT)
+            if not part.trained:
+                logprobs_BT.requires_grad_()
             total, output, log_w_BT, told = objective(part, old, logprobs_BT, seen, arm, pressure, sizes)
             if old.scores:
                 share, learned = sizes.share(rollouts), teach(model, router, old.scores, scores, rollouts.attention_BS)
                 told |= {name: share * value for name, value in learned.items()}
-            total.backward()
+            if part.trained:
+                total.backward()
+            else:
+                require_no_gradient(total, logprobs_BT, arm.policy_loss)
         loss += float(output.loss.detach())
         log_ratios.append((log_w_BT, rollouts.response_BT))
         clipped.append(output.clipped_BT)
@@ -136,6 +144,16 @@ def objective(
         total = total + share * extra
         columns |= {name: share * value for name, value in values.items()}
     return total, output, logprobs_BT.detach() - old_BT, columns
+
+
+def require_no_gradient(total: Tensor, logprobs_BT: Tensor, policy_loss: PolicyLoss) -> None:
+    """ValueError for a policy loss that wants to move sequences which have no advantage, and so had no backward."""
+    (gradient_BT,) = torch.autograd.grad(total, logprobs_BT)
+    if 0 < float(gradient_BT.abs().sum()) < math.inf:
+        raise ValueError(
+            f"{type(policy_loss).__name__} gives a gradient to sequences without advantage, which the contract of "
+            "PolicyLoss forbids; a divergence from another policy belongs in arm.kl"
+        )
 
 
 def predicting_shift(seen: list[tuple[Tensor, Tensor]], rollouts: Rollouts, old: OldView) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe_rl.advantage import group_advantages
 from moe_rl.benchmarks import cycle, figure, harness, scaling
 from moe_rl.benchmarks.cycle import PARTS, PROMPT, SIZES, VOCABULARY, Cycle, forward, multiply_adds
 from moe_rl.benchmarks.harness import Harness
 from moe_rl.benchmarks.instrument import MODES, Instrument, instrument
-from moe_rl.benchmarks.loop import Cycles, experiment
+from moe_rl.benchmarks.loop import Cycles, bare_experiment, experiment
 from moe_rl.benchmarks.scaling import Scaling
 from moe_rl.benchmarks.turns import check_baseline, regressions
 from moe_rl.models.build import Tiny
@@ -42,12 +44,13 @@ def test_settings_below_one_are_refused():
 
 
 # --------------------------------------------------------------------------------------------------------------- cycle
-TINY_CYCLE = {"size": "tiny", "prompts": 2, "completions": 2, "tokens": 3, "updates": 2, "cycles": 2}
+TINY_CYCLE = {"size": "tiny", "idle": "0.5", "prompts": 2, "completions": 2, "tokens": 3, "updates": 2, "cycles": 2}
 
 
 def test_a_cycle_of_both_sides_is_measured_part_by_part():
     rows = cycle.cycle(Cycle(**TINY_CYCLE))
-    assert [(row["what"], row["mode"]) for row in rows] == [("cycle tiny", "trl"), ("cycle tiny", "moe_rl")]
+    assert {row["what"] for row in rows} == {"cycle tiny, 50% idle"}
+    assert [row["mode"] for row in rows] == ["trl", "moe_rl"]
     trl, ours = rows
     parameters = sum(p.numel() for p in Tiny(**SIZES["tiny"]).build(0)[0].parameters())
     for row in rows:
@@ -58,13 +61,24 @@ def test_a_cycle_of_both_sides_is_measured_part_by_part():
         assert sum(row[f"{part}_s"] for part in PARTS) == pytest.approx(row["cpu_s"])
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 3 / row["cpu_s"])
         assert row["paired_low"] <= row["paired_ratio"] <= row["paired_high"]
-        assert row["gflop"] == 2 * multiply_adds(Cycle(**TINY_CYCLE), "tiny") / 1e9
+        assert row["gflop"] == 2 * multiply_adds(Cycle(**TINY_CYCLE)) / 1e9
         assert row["limit_share"] == pytest.approx(row["gflop"] / row["cpu_s"] / row["limit_gflops"])
         assert 50 < row["over_mb"] + 50 < row["peak_mb"]
     assert trl["drift_s"] == 0
     assert (trl["ratio"], trl["paired_ratio"], trl["memory_ratio"]) == (1, 1, 1)
     assert ours["ratio"] == pytest.approx(ours["cpu_s"] / trl["cpu_s"])
     assert ours["memory_ratio"] == pytest.approx(ours["peak_mb"] / trl["peak_mb"])
+
+
+@pytest.mark.parametrize(("idle", "least", "most"), [(0.0, 0.0, 0.0), (0.5, 0.3, 0.7)])
+def test_a_share_of_prompts_has_no_advantage_and_no_other_group(idle, least, most):
+    task = bare_experiment(["arm=grpo"], 24, idle).task
+    examples = task.examples("train", 64, 0)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("0123456789abcdefghij", k=24)) for _ in range(64 * 8)]
+    rewards = torch.tensor([task.reward(examples[i // 8], text) for i, text in enumerate(texts)])
+    advantages = group_advantages(rewards, torch.arange(64).repeat_interleave(8))
+    assert least <= float((advantages == 0).view(64, 8).all(1).float().mean()) <= most
 
 
 def test_multiply_adds_are_those_that_torch_counts():
@@ -80,9 +94,9 @@ def test_multiply_adds_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids[:, :1], cache=cache)
     assert counter.get_total_flops() == 2 * 3 * forward("tiny", 1, 8, 1)
-    # By hand: 4 sequences of 6 + 3 tokens. Sampling: the prompt, then tokens 1 and 2. Half of them have an old pass.
+    # By hand: 4 sequences of 6 + 3 tokens. Sampling: the prompt, then tokens 1 and 2. Half have no backward.
     sampling = forward("tiny", 6, 6, 1) + forward("tiny", 1, 7, 1) + forward("tiny", 1, 8, 1)
-    assert multiply_adds(Cycle(**TINY_CYCLE), "tiny") == 4 * sampling + 3 * 4 * forward("tiny", 9, 9, 4)
+    assert multiply_adds(Cycle(**TINY_CYCLE)) == 4 * sampling + 2 * (3 + 1) * forward("tiny", 9, 9, 4)
 
 
 def test_cycle_settings_that_cannot_be_are_refused():
@@ -90,6 +104,10 @@ def test_cycle_settings_that_cannot_be_are_refused():
         Cycle(size="huge")
     with pytest.raises(ValueError, match="cycles is 0"):
         Cycle(cycles=0)
+    with pytest.raises(ValueError, match="idle is '0,2'; give shares from 0 to 1"):
+        Cycle(idle="0,2")
+    with pytest.raises(ValueError, match="idle is 'half'; give shares from 0 to 1"):
+        Cycle(idle="half")
     with pytest.raises(ValueError, match="do not divide into 3 updates"):
         Cycle(updates=3)
 

@@ -11,6 +11,7 @@ from models import FAMILIES, random_trace_like, sets_differ, tiny, tokens
 
 from moe_rl import record, replay
 from moe_rl.arm import Arm
+from moe_rl.benchmarks.loop import experiment
 from moe_rl.drift import compare
 from moe_rl.engines.hf import Hf
 from moe_rl.foresight import ranked_scores
@@ -221,6 +222,101 @@ def test_law_4_sequences_without_advantage_change_nothing():
         row = take_update(model, optimizer, schedule, batch, Arm(policy_loss=loss), max_grad_norm=1.0)
         assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
     assert distance(before, weights(model)) == 0.0
+
+
+# ------------------------------------------------------------------------------------------ sequences without advantage
+IDLE = [0, 2, 3, 7]  # of eight rows
+
+
+def idle_advantages():
+    return advantages().index_fill(0, torch.tensor(IDLE), 0.0)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 2])
+@pytest.mark.parametrize("arm", ARMS)
+def test_without_a_backward_of_sequences_without_advantage_results_are_the_same_up_to_rounding(arm, micro_batch):
+    start, method, rows = tiny(), ARMS[arm], split_rows(8, 2, 0)
+    told, after = {}, {}
+    for train_all in (True, False):
+        model = copy.deepcopy(start)
+        data = rollouts(model, routing=method.replay == "rollout")
+        batches = mini_batches(data, idle_advantages(), rows, micro_batch=micro_batch, train_all=train_all)
+        trained = [part.advantages for batch in batches for part in batch if part.trained]
+        assert sum(len(some) for some in trained) == (8 if train_all else 4)
+        assert train_all or all((some != 0).all() for some in trained)
+        old_pass(model, batches, method)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        forwards = []
+        hook = model.register_forward_hook(lambda *_, seen=forwards: seen.append(torch.is_grad_enabled()))
+        told[train_all] = [take_update(model, optimizer, schedule, batch, method) for batch in batches]
+        hook.remove()
+        assert all(forwards) == train_all
+        assert sum(forwards) == len(trained)
+        after[train_all] = weights(model)
+    assert distance(after[True], weights(start)) > 1e-3
+    assert distance(after[True], after[False]) < 2e-6
+    assert told[False][0]["log_w_q"] == [0.0] * 7
+    for all_row, row in zip(told[True], told[False], strict=True):
+        assert row.keys() == all_row.keys()
+        for column, value in all_row.items():
+            assert row[column] == pytest.approx(value, rel=1e-4, abs=1e-5), column
+
+
+def test_a_mini_batch_without_any_advantage_is_trained_for_momentum_moves_the_weights():
+    start, after = tiny(), {}
+    for train_all in (True, False):
+        model, data = copy.deepcopy(start), rollouts()
+        optimizer, schedule = Optim().build(model, 2)
+        for some in (advantages(), torch.zeros(8)):
+            (batch,) = mini_batches(data, some, [torch.arange(8)], train_all=train_all)
+            before = weights(model)
+            take_update(model, optimizer, schedule, batch, grpo())
+        assert distance(before, weights(model)) > 1e-6
+        after[train_all] = weights(model)
+    assert distance(after[True], after[False]) == 0.0
+
+
+def test_tokens_with_advantages_of_their_own_make_their_sequence_one_that_is_trained():
+    some_BT = torch.zeros(8, 6)
+    some_BT[5, 2] = 1.0
+    (batch,) = mini_batches(rollouts(), some_BT, [torch.arange(8)], train_all=False)
+    assert [(len(part), part.trained) for part in batch] == [(1, True), (7, False)]
+
+
+class Pulling(PolicyLoss):
+    """A loss that moves every sequence, advantage or not."""
+
+    def __call__(self, batch):
+        return LossOutput(batch.logprobs_BT.square().sum(), torch.zeros_like(batch.mask_BT))
+
+
+def test_a_loss_that_trains_sequences_without_advantage_is_refused_instead_of_cut():
+    model, data = tiny(), rollouts()
+    (batch,) = mini_batches(data, idle_advantages(), [torch.arange(8)], train_all=False)
+    optimizer, schedule = Optim().build(model, 1)
+    before = weights(model)
+    with pytest.raises(ValueError, match="Pulling gives a gradient to sequences without advantage"):
+        take_update(model, optimizer, schedule, batch, Arm(policy_loss=Pulling()))
+    assert distance(before, weights(model)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "all_of_them"),
+    [
+        ("arm=gspo", False),
+        ("arm=grpo_r3", False),
+        ("router=learned_prior", False),
+        ("arm.correction=tis", False),
+        ("arm=grpo_kl", True),
+        ("optim.balance_loss=0.01", True),
+        ("optim.router_kl=1", True),
+        ("router=balanced", True),
+        ("router=predictive", True),
+    ],
+)
+def test_what_else_learns_from_a_sequence_has_all_of_them_trained(setting, all_of_them):
+    assert experiment([setting]).train_all == all_of_them
 
 
 # --------------------------------------------------------------------------------------------------------- the old pass

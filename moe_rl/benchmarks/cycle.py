@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import multiprocessing
 import resource
 import statistics
@@ -41,11 +42,13 @@ MATRIX = 768  # side of the matrix product whose rate is the limit: large enough
 class Cycle:
     """The shapes of `cycle`. size: some of SIZES, with commas between. tokens: of every response. updates: M.
 
+    idle: shares of the prompts, with commas between, whose completions are all rewarded alike.
     cycles: that are timed, of each side; one more before them is dropped. trl_experts: the expert kernel of TRL's side,
     by default transformers' own; moe_rl's is that of conf/.
     """
 
     size: str = "small,large"
+    idle: str = "0,0.5"
     prompts: int = 32
     completions: int = 8
     tokens: int = 24
@@ -57,6 +60,13 @@ class Cycle:
         for name in self.size.split(","):
             if name not in SIZES:
                 raise ValueError(f"size is {self.size!r}; choose from {', '.join(SIZES)}, with commas between")
+        for share in self.idle.split(","):
+            try:
+                possible = 0 <= float(share) <= 1
+            except ValueError:
+                possible = False
+            if not possible:
+                raise ValueError(f"idle is {self.idle!r}; give shares from 0 to 1, with commas between")
         for field in dataclasses.fields(self):
             if field.type == "int" and getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name} is {getattr(self, field.name)}; set it to 1 or more")
@@ -69,13 +79,20 @@ class Cycle:
     def sequences(self) -> int:
         return self.prompts * self.completions
 
+    def cases(self) -> Iterator[tuple[str, Cycle]]:
+        """What is measured one after the other: a name, and settings with one size and one share."""
+        for size, idle in itertools.product(self.size.split(","), self.idle.split(",")):
+            name = f"{size}, {float(idle):.0%} idle" if float(idle) else size
+            yield f"cycle {name}", dataclasses.replace(self, size=size, idle=idle)
+
 
 def cycle(settings: Cycle) -> list[dict[str, Any]]:
     """Rows of CPU seconds a cycle (`process_time` of one thread) of TRL's GRPOTrainer and of moe_rl's loop.
 
     Both do GRPO on the same Qwen3-MoE from the same weights, on the same task, with AdamW, without activation
     checkpointing, KL or checkpoints; responses have `tokens` tokens each. moe_rl runs at the defaults of conf/, with
-    drift measured after each update. The two take turns, a cycle each, in one process.
+    drift measured after each update. The two take turns, a cycle each, in one process. Rewards are graded, so that
+    every group has advantages, but for a share of idle ones: TRL trains on these too, moe_rl does not.
     cpu_s: median over cycles; least_s; *_s: medians of its parts. ratio: of the medians to TRL's; paired_ratio: the
     median over cycles of the ratio to TRL's cycle before it, paired_low to paired_high its 95 % interval.
     peak_mb: the most memory that a process of its own took for one cycle, over_mb: above its libraries and the model;
@@ -84,19 +101,19 @@ def cycle(settings: Cycle) -> list[dict[str, Any]]:
     squares), as a share of what a product of square fp32 matrices manages in as many CPU seconds, at limit_gflops.
     """
     rows = []
-    for size in settings.size.split(","):
-        memory = {side: _in_child(_memory, side, settings, size) for side in ("trl", "moe_rl")}
+    for name, case in settings.cases():
+        memory = {side: _in_child(_memory, side, case) for side in ("trl", "moe_rl")}
         with one_thread():
-            seconds, parameters, limit = _take_turns(settings, size)
-        needed = 2 * multiply_adds(settings, size)
+            seconds, parameters, limit = _take_turns(case)
+        needed = 2 * multiply_adds(case)
         for side, laps in seconds.items():
             totals = [sum(lap.values()) for lap in laps]
             others = [sum(lap.values()) for lap in seconds["trl"]]
             median = statistics.median(totals)
-            row: dict[str, Any] = {"what": f"cycle {size}", "mode": side, "parameters": parameters, "cpu_s": median}
+            row: dict[str, Any] = {"what": name, "mode": side, "parameters": parameters, "cpu_s": median}
             row |= {"least_s": min(totals)}
             row |= {f"{part}_s": statistics.median(lap[part] for lap in laps) for part in PARTS}
-            row |= {"tokens_per_s": settings.sequences * settings.tokens / median}
+            row |= {"tokens_per_s": case.sequences * case.tokens / median}
             row |= {"ratio": median / statistics.median(others), **paired(totals, others)}
             row |= memory[side] | {"memory_ratio": memory[side]["peak_mb"] / memory["trl"]["peak_mb"]}
             row |= {"gflop": needed / 1e9, "limit_gflops": limit / 1e9, "limit_share": needed / median / limit}
@@ -104,9 +121,9 @@ def cycle(settings: Cycle) -> list[dict[str, Any]]:
     return rows
 
 
-def _take_turns(settings: Cycle, size: str) -> tuple[dict[str, list[dict[str, float]]], int, float]:
+def _take_turns(settings: Cycle) -> tuple[dict[str, list[dict[str, float]]], int, float]:
     """CPU seconds by part of each timed cycle of both sides; the parameters; the limit in operations a CPU second."""
-    e = experiment(settings, size, settings.cycles + 1)
+    e = experiment(settings, settings.cycles + 1)
     ours, limits = Cycles(e), []
     laps: dict[str, list[dict[str, float]]] = {"trl": [], "moe_rl": []}
 
@@ -128,11 +145,14 @@ def matrix_rate() -> float:
     return 2 * MATRIX**3 / (time.process_time() - start)
 
 
-def multiply_adds(settings: Cycle, size: str) -> int:
-    """What a cycle needs at least: sampling, which says the old log probabilities, and M updates."""
-    B, T, S = settings.sequences, settings.tokens, PROMPT + settings.tokens
+def multiply_adds(settings: Cycle) -> float:
+    """What a cycle needs at least: sampling, which says the old log probabilities, and M updates.
+
+    A backward is two forwards; sequences without advantage have none.
+    """
+    size, B, T, S = settings.size, settings.sequences, settings.tokens, PROMPT + settings.tokens
     sampling = forward(size, PROMPT, PROMPT, 1) + sum(forward(size, 1, keys, 1) for keys in range(PROMPT + 1, S))
-    return B * sampling + 3 * B * forward(size, S, S, T + 1)  # a backward is two forwards
+    return B * sampling + (3 - 2 * float(settings.idle)) * B * forward(size, S, S, T + 1)
 
 
 def forward(size: str, queries: int, keys: int, scored: int) -> int:
@@ -141,11 +161,11 @@ def forward(size: str, queries: int, keys: int, scored: int) -> int:
     return queries * L * (4 * H * H + 2 * keys * H + H * E + 3 * K * H * F) + scored * H * VOCABULARY
 
 
-def experiment(settings: Cycle, size: str, cycles: int) -> Experiment:
+def experiment(settings: Cycle, cycles: int) -> Experiment:
     """The run that is timed: the defaults of conf/, without evaluation, cold start and checkpoints."""
-    overrides = [f"model.{name}={value}" for name, value in SIZES[size].items()]
+    overrides = [f"model.{name}={value}" for name, value in SIZES[settings.size].items()]
     overrides += [f"{name}={getattr(settings, name)}" for name in ("prompts", "completions", "updates")]
-    return bare_experiment([*overrides, "task=chain_sum", f"steps={cycles}", "arm=grpo"], settings.tokens)
+    return bare_experiment([*overrides, f"steps={cycles}", "arm=grpo"], settings.tokens, float(settings.idle))
 
 
 # ---------------------------------------------------------------------------------------------------------- TRL's side
@@ -250,10 +270,10 @@ def _in_child(function: Callable[..., dict[str, float]], *args: Any) -> dict[str
         return pool.submit(function, *args).result()
 
 
-def _memory(side: str, settings: Cycle, size: str) -> dict[str, float]:
+def _memory(side: str, settings: Cycle) -> dict[str, float]:
     """Megabytes that one side takes for one cycle: the peak, and what of it is above its libraries and the model."""
     torch.set_num_threads(1)
-    e = experiment(settings, size, cycles=1)
+    e = experiment(settings, cycles=1)
     if side == "trl":
         importlib.import_module("moe_rl.integrations.trl")
     e.model.build(e.seed)

@@ -119,7 +119,7 @@ def bare_loop(e: Experiment, cache_dir: str) -> Generator[list[dict[str, Any]], 
         advantages = group_advantages(rollouts.training_rewards_B, rollouts.group_ids_B, e.arm.advantage)
         rows = split_rows(len(rollouts), e.updates, derive_seed(e.seed, "split", step))
         rows = shortest_first(rows, rollouts)
-        batches = mini_batches(rollouts, advantages, rows, micro_batch=e.micro_batch)
+        batches = mini_batches(rollouts, advantages, rows, micro_batch=e.micro_batch, train_all=e.train_all)
         old_pass(model, batches, e.arm, exact=samples_exactly(e, state))
         drift.begin_step(step, rollouts)
         updates = []

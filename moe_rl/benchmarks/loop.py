@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from moe_rl.engines.hf import Hf
 from moe_rl.experiment import Experiment
 from moe_rl.journal import Journal
 from moe_rl.store import open_run
+from moe_rl.tasks.base import Example
+from moe_rl.tasks.chain_sum import ChainSum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,21 @@ class FixedLength(Hf):
         return settings
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Graded(ChainSum):
+    """Chain sums of which even random completions are rewarded unequally: by their share of digits.
+
+    idle: share of the prompts whose completions are all rewarded alike, with 0, so that they have no advantage.
+    """
+
+    idle: float = 0.0
+
+    def reward(self, example: Example, completion: str) -> float:
+        if random.Random(example.prompt).random() < self.idle:
+            return 0.0
+        return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+
+
 def experiment(overrides: Sequence[str]) -> Experiment:
     """The settings of conf/ with `overrides`, as on the command line. ConfigError for what cannot work."""
     cli.settings.register()
@@ -40,11 +58,11 @@ def experiment(overrides: Sequence[str]) -> Experiment:
         return build(compose("config", overrides=list(overrides)))
 
 
-def bare_experiment(overrides: Sequence[str], tokens: int) -> Experiment:
-    """`experiment` without evaluation, cold start and checkpoints, with responses of exactly `tokens` tokens."""
+def bare_experiment(overrides: Sequence[str], tokens: int, idle: float = 0.0) -> Experiment:
+    """`experiment` on `Graded`, responses of `tokens` tokens, without evaluation, cold start and checkpoints."""
     own = ["eval_prompts=0", "cold_start.steps=0", "launch.checkpoint_every=0", f"engine.max_new_tokens={tokens}"]
     e = experiment([*own, *overrides])
-    return dataclasses.replace(e, engine=FixedLength(max_new_tokens=tokens))
+    return dataclasses.replace(e, engine=FixedLength(max_new_tokens=tokens), task=Graded(idle=idle))
 
 
 class Cycles:

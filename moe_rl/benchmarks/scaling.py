@@ -111,7 +111,7 @@ def points(settings: Scaling) -> list[tuple[str, int]]:
 def experiments(settings: Scaling) -> dict[tuple[str, int], Experiment]:
     """The run of each point."""
     sizes = {name: getattr(settings, name) for name in ("layers", "experts", "top_k", "hidden_size", "expert_size")}
-    overrides = [*(f"model.{name}={size}" for name, size in sizes.items()), "task=chain_sum", "arm=grpo"]
+    overrides = [*(f"model.{name}={size}" for name, size in sizes.items()), "arm=grpo"]
     overrides += [f"prompts={settings.sequences // COMPLETIONS}", f"completions={COMPLETIONS}"]
     overrides += [f"updates={settings.updates}", f"steps={settings.repeats + 1}"]
     base = bare_experiment(overrides, settings.tokens)
