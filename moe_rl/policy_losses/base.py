@@ -17,7 +17,8 @@ class PolicyLoss(abc.ABC):
     """A policy loss. Fields of a subclass are its hyper-parameters.
 
     A loss owns the level of its ratio (token or sequence) and its reduction. It must give exactly the policy gradient
-    -A grad log pi, so reduced, where new and old policy agree, and nothing for sequences without tokens or advantage.
+    -A grad log pi, so reduced, where new and old policy agree, and nothing for sequences without tokens or advantage:
+    these have no backward, see moe_rl.mini_batches.
 
     What a subclass states about itself, and its tests hold it to:
     ratio: whose importance ratio weighs a token's gradient: its own, its whole sequence's, or none.
