@@ -15,7 +15,7 @@ from moe_rl.loggers.base import Logger
 from moe_rl.models.build import Checkpoint, Tiny
 from moe_rl.optim import Optim
 from moe_rl.preference_model import REWARDS, Preferences
-from moe_rl.routers.base import Router, changes_routing, learns, moves_by_itself
+from moe_rl.routers.base import Router, changes_routing, moves_by_itself
 from moe_rl.tasks.base import Task
 
 
@@ -81,9 +81,8 @@ class Experiment:
 
     @property
     def train_all(self) -> bool:
-        """Whether sequences without advantage are trained on too: what else is asked of a policy learns from them."""
-        asked = self.arm.kl.on or self.optim.pressure.on
-        return asked or learns(self.router) or moves_by_itself(self.router)
+        """Whether sequences without advantage are trained on too: what else is asked of the policy learns from them."""
+        return self.arm.kl.on or self.optim.pressure.on
 
 
 def check(e: Experiment) -> None:

@@ -26,6 +26,7 @@ from moe_rl.policy_losses.grpo import Grpo
 from moe_rl.policy_losses.gspo import Gspo
 from moe_rl.records import LossOutput, Rollouts
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure
+from moe_rl.routers.balanced import Balanced
 from moe_rl.routers.base import install
 from moe_rl.routers.learned_prior import LearnedPrior
 from moe_rl.routers.predictive import Predictive
@@ -284,6 +285,26 @@ def test_tokens_with_advantages_of_their_own_make_their_sequence_one_that_is_tra
     assert [(len(part), part.trained) for part in batch] == [(1, True), (7, False)]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_router_that_counts_its_load_counts_sequences_without_advantage_once_too(checkpointing):
+    loads = {}
+    for train_all in (True, False):
+        model, variant = tiny(), Balanced(speed=0.0)
+        install(model, variant)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        make_deterministic(model)
+        data = rollouts()
+        whole = torch.ones_like(data.attention_BS), torch.ones_like(data.response_BT)  # padding counts as load too
+        data = dataclasses.replace(data, attention_BS=whole[0], response_BT=whole[1])
+        (batch,) = mini_batches(data, idle_advantages(), [torch.arange(8)], train_all=train_all)
+        optimizer, schedule = Optim().build(model, 1)
+        take_update(model, optimizer, schedule, batch, grpo(), router=variant)
+        loads[train_all] = [site.module.balance_load.tolist() for site in find_routers(model)]
+        assert {sum(load) for load in loads[train_all]} == {2 * data.tokens_BS.numel()}
+    assert loads[True] == loads[False]
+
+
 class Pulling(PolicyLoss):
     """A loss that moves every sequence, advantage or not."""
 
@@ -311,8 +332,8 @@ def test_a_loss_that_trains_sequences_without_advantage_is_refused_instead_of_cu
         ("arm=grpo_kl", True),
         ("optim.balance_loss=0.01", True),
         ("optim.router_kl=1", True),
-        ("router=balanced", True),
-        ("router=predictive", True),
+        ("router=balanced", False),
+        ("router=predictive", False),
     ],
 )
 def test_what_else_learns_from_a_sequence_has_all_of_them_trained(setting, all_of_them):
@@ -655,16 +676,16 @@ def test_ratio_columns_by_hand():
 
 
 @pytest.mark.parametrize(("replayed", "micro_batch"), [("none", 0), ("old_policy", 3), ("rollout", 0)])
+@pytest.mark.parametrize("train_all", [True, False])
 def test_a_router_that_learns_is_shown_the_old_scores_and_the_present_ones_of_the_same_real_tokens(
-    replayed, micro_batch
+    replayed, micro_batch, train_all
 ):
     model, variant = tiny(), Predictive()
     install(model, variant)
     make_deterministic(model)
     data = rollouts(model, routing=replayed == "rollout")
-    batches = seen_by_old(
-        model, data, advantages(), split_rows(8, 2, 0), grpo(replayed), micro_batch=micro_batch, router=variant
-    )
+    batches = mini_batches(data, idle_advantages(), split_rows(8, 2, 0), micro_batch=micro_batch, train_all=train_all)
+    old_pass(model, batches, grpo(replayed), router=variant)
     assert all(part.old is None or not part.old.scores for part in batches[0])
     optimizer, schedule = Optim(lr=1e-2).build(model, 2)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.forwards import in_backward
 from moe_rl.routers.base import Router
 
 
@@ -35,7 +36,7 @@ class Balanced(Router):
 
     def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
         ids_NK = (scores_NE.detach() + router.balance_bias).topk(top_k, dim=-1).indices
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_backward():  # recomputed in backward, a token is not another one
             router.balance_load.add_(torch.bincount(ids_NK.flatten(), minlength=scores_NE.shape[-1]))
         return ids_NK
 
