@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every study behind experiments/results, each with one command or a few; a second call goes on where the first ended.
-# Seeds 0-4 are reported, 0-9 of methods. The learning rate of most studies, 1e-3, was found on seed 100; those of methods and families
-# by study tuning, on seeds 100 and 101. About four hours of one core.
+# Seeds 0-4 are reported, 0-9 of methods, 10-29 of replication. The learning rate of most studies, 1e-3, was found on seed
+# 100; those of methods, replication and families by study tuning, on seeds 100 and 101. About five hours of one core.
 set -e
 RESULTS=${RESULTS:-results}
 study() { name=$1; shift; python experiments/train.py study="$name" launch.results_dir="$RESULTS" "$@"; }
@@ -26,6 +26,7 @@ study dense_twin
 study staleness
 study tuning
 study methods
+study replication
 study families
 study replay_modes
 study routers

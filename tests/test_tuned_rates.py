@@ -27,6 +27,20 @@ def test_each_arm_of_the_methods_study_has_the_rate_that_was_best_on_other_seeds
     }
 
 
+def test_the_replication_has_the_settings_of_methods_and_seeds_of_its_own():
+    methods, again, tuning = (
+        yaml.safe_load((ROOT / "conf" / "study" / f"{name}.yaml").read_text())
+        for name in ("methods", "replication", "tuning")
+    )
+    swept = {study["study_name"]: study.pop("hydra")["sweeper"]["params"] for study in (methods, again, tuning)}
+    seeds = {name: set(params["seed"].split(",")) for name, params in swept.items()}
+    assert not seeds["replication"] & (seeds["methods"] | seeds["tuning"])
+    rates = again.pop("lr_of_arm")
+    assert rates.keys() == set(swept["replication"]["arm"].split(","))
+    assert rates.items() <= methods.pop("lr_of_arm").items()
+    assert again | {"study_name": "methods"} == methods
+
+
 def test_arms_with_fewer_runs_that_have_ended_are_refused():
     path = ROOT / "experiments" / "results" / "tuning"
     outcomes = runpy.run_path(str(ROOT / "experiments" / "tuned_rates.py"))["outcomes"]

@@ -16,7 +16,7 @@ CLAIM = Claim(
     said="At the same training compute and the same number of queries, GSPO reaches better reward and benchmark "
     "scores than GRPO with Routing Replay.",
     source="arXiv 2507.18071, section 5.1 and figure 1",
-    studies=("methods", "drift_per_update", "side_by_side"),
+    studies=("replication", "methods", "drift_per_update", "side_by_side"),
     measure="evaluation reward where a run had spent as many queries, response tokens, or CPU seconds of sampling, "
     "old pass and updates as the cheapest of the compared runs spent in all; interpolated, paired by seed, each arm "
     "at its best setting, diverged runs with reward 0.",
