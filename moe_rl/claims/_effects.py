@@ -15,6 +15,9 @@ from moe_rl.claims.base import Effect, Values
 from moe_rl.figures.base import model_text
 from moe_rl.store import Study
 
+# The studies that compare GRPO, GRPO with Routing Replay and GSPO.
+COMPARISONS = ("replication", "replication_stress", "methods", "drift_per_update", "side_by_side", "stability_frontier")
+
 
 def contrast(what: str, a: Values, b: Values, at: str = "") -> Effect:
     """Mean of a - b over common seeds, with the raw p of both tests. No common seed: n = 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_rl.claims._effects import Numbers, contrast, frontier_effects, level_of, numbers_of, with_holm
+from moe_rl.claims._effects import COMPARISONS, Numbers, contrast, frontier_effects, level_of, numbers_of, with_holm
 from moe_rl.claims.base import (
     NOT_SUPPORTED,
     NOT_TESTABLE,
@@ -30,14 +30,7 @@ CLAIM = Claim(
     said="Expert-activation volatility prevents the RL training of MoE models with GRPO from converging properly; "
     "with Routing Replay it converges.",
     source="arXiv 2507.18071, section 5.3 and figure 3",
-    studies=(
-        "replication",
-        "replication_stress",
-        "methods",
-        "drift_per_update",
-        "side_by_side",
-        "stability_frontier",
-    ),
+    studies=COMPARISONS,
     measure="share of failing runs, and final reward paired by seed, replay minus plain. A run fails when it "
     "diverged, collapsed (final reward below half of its own best) or ended below its start; diverged runs count "
     "with reward 0.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_rl.claims._effects import (
+    COMPARISONS,
     Numbers,
     contrast,
     first_with_seeds,
@@ -33,14 +34,7 @@ CLAIM = Claim(
     title="GSPO converges without Routing Replay",
     said="GSPO does not depend on Routing Replay and converges normally without it.",
     source="arXiv 2507.18071, section 5.3",
-    studies=(
-        "replication",
-        "replication_stress",
-        "methods",
-        "drift_per_update",
-        "side_by_side",
-        "stability_frontier",
-    ),
+    studies=COMPARISONS,
     measure="gain: final reward minus the reward before the first update, diverged runs with reward 0; and final "
     "reward against arms with replay, each arm at its best setting, paired by seed.",
     rule="GSPO at its best setting, in the first of these studies in which it has 5 seeds. Supported: the gain lies "
