@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -135,11 +136,14 @@ def _meant(key: str, unknown: bool) -> str:
 def for_hydra(words: list[str]) -> list[str]:
     """The command line as Hydra reads it: options before settings, and the bare word of --help, of which Hydra knows
     nothing, as a setting. A setting's name will do for its group."""
+    behind = {i + 1 for i, word in enumerate(words) if word in VALUED}
     if {"--help", "-h"} & set(words):
-        behind = {i + 1 for i, word in enumerate(words) if word in VALUED}
         topic = {i for i, word in enumerate(words) if i not in behind and re.fullmatch(r"\w+(\.\w+)*", word)}
         words = [f"hydra.help.header={w.partition('.')[0]}" if i in topic else w for i, w in enumerate(words)]
-    return sorted(words, key=lambda word: not word.startswith("-") and ("=" in word or word.startswith("~")))
+    last = [i not in behind and bool(re.match(r"~|[^-].*=", word)) for i, word in enumerate(words)]
+    if words and words[-1] in ("--info", "-i"):  # its value may be left out, and a setting would be taken for it
+        last[-1] = True
+    return [word for _, word in sorted(zip(last, words, strict=True), key=lambda pair: pair[0])]
 
 
 def train() -> None:
@@ -155,7 +159,7 @@ def train() -> None:
     except USER_ERRORS as error:
         fail(str(error))
     except ValueError as error:
-        if "Only one of --run" in str(error):  # of -m and --cfg, say
+        if re.match("Only one of --run|Invalid defaults list", str(error)):  # of -m and --cfg, say
             fail(str(error))
         if "Config group override" not in str(error):  # what Hydra says of arm=null and the like
             raise
@@ -164,6 +168,8 @@ def train() -> None:
         if "missing EQUAL" not in str(error):
             fail(str(error))
         fail(f"{error.override!r} is not of the form setting=value, which has no spaces around the sign")
+    except yaml.YAMLError as error:  # a file of --config-dir; the message says where
+        fail(str(error))
     except BrokenPipeError:  # --help | head
         if not asks_help:
             raise

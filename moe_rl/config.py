@@ -127,6 +127,8 @@ def build(config: DictConfig) -> Experiment:
     for key in sorted(known - {"lr_of_arm"}):
         if key not in config or OmegaConf.is_missing(config, key):
             raise ConfigError(f"{key} was taken out and is needed; leave out ~{key}")
+    for group, fields_of in (("arm", ArmSettings), ("launch", Launch)):
+        _refuse_others(group, config[group], {field.name for field in dataclasses.fields(fields_of)})
     values = {str(key): value for key, value in config.items() if key not in ("arm", "lr_of_arm", *ASIDE)}
     for group, kind in {**KINDS, **SETTINGS}.items():
         values[group] = _instantiate(group, config[group], kind)
@@ -138,6 +140,15 @@ def build(config: DictConfig) -> Experiment:
     )
     check(experiment)
     return experiment
+
+
+def _refuse_others(group: str, node: Any, known: set[str]) -> None:
+    """ConfigError for settings that a group does not have, and for those that its file lacks."""
+    found = set(map(str, node)) if isinstance(node, DictConfig) else set()
+    for key in sorted(found - known):
+        raise ConfigError(f"{group}.{key} was added and is no setting; leave it out (--help {group} shows all)")
+    if known - found:
+        raise ConfigError(f"{group} lacks {min(known - found)}; a file of {group} begins: defaults: [schema, _self_]")
 
 
 def _build_arm(node: DictConfig) -> Arm:

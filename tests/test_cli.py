@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,8 @@ REFUSED = {
     "arm=ppo dynamic_sampling=2": "only a group-relative advantage learns nothing; .*set dynamic_sampling=0",
     "+foo=1": "foo was added and is no setting",
     "-m +foo=1": "foo was added and is no setting",
+    "+arm.repaly=old_policy": "arm.repaly was added and is no setting",
+    "+launch.job=3": "launch.job was added and is no setting",
     "~critic": "critic was taken out and is needed",
     "~seed": "seed was taken out and is needed",
     "updates=3": "256 sequences do not divide into 3 updates",
@@ -131,8 +134,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_bad_input_is_refused_in_one_line_before_anything_runs(arguments, tmp_path, monkeypatch, capsys):
-    import re
-
     code, _, err = train_here(monkeypatch, capsys, *arguments.split(), f"launch.results_dir={tmp_path}")
     assert code == 2, err
     assert err.startswith("error: ")
@@ -213,6 +214,24 @@ def test_arms_of_ones_own_that_differ_in_numbers_alone_are_told_apart_in_one_lin
     )
     assert (code, err.count("\n")) == (2, 1)
     assert "have one name in results and differ in arm.policy_loss.clip_low (0.1 / 0.2); arms that" in err
+
+
+FILES_OF_ONES_OWN = {
+    r"arm lacks advantage; a file of arm begins: defaults: \[schema, _self_\]\n$": "replay: none\n",
+    "arm lacks advantage; ": "[grpo, gspo]\n",
+    'expected the node content, but found .* in ".*arm/mine.yaml", line 2': "policy_loss: [\n",
+    "Invalid defaults list in 'arm/mine', defaults must be a list": "defaults: grpo\n",
+}
+
+
+@pytest.mark.parametrize("said", FILES_OF_ONES_OWN)
+def test_a_file_of_ones_own_that_is_half_written_is_refused_in_one_line(said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "conf" / "arm").mkdir(parents=True)
+    (tmp_path / "conf" / "arm" / "mine.yaml").write_text(FILES_OF_ONES_OWN[said])
+    arguments = ("--config-dir", str(tmp_path / "conf"), "arm=mine", f"launch.results_dir={tmp_path}")
+    code, _, err = train_here(monkeypatch, capsys, *arguments)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert re.search(said, err)
 
 
 def test_the_config_is_readable(monkeypatch, capsys):

@@ -107,6 +107,9 @@ def test_an_arm_of_ones_own_loss_is_told_by_that_class_and_help_survives_one_tha
         "router --config-dir conf --help": "--config-dir conf --help hydra.help.header=router",
         "-h optim.lr": "-h hydra.help.header=optim",
         "--cfg job --config-dir=a=b seed=1": "--cfg job --config-dir=a=b seed=1",
+        "seed=1 --config-dir a=b arm=mine": "--config-dir a=b seed=1 arm=mine",
+        "seed=1 --info": "seed=1 --info",
+        "seed=1 --info defaults": "--info defaults seed=1",
     }.items(),
 )
 def test_options_may_stand_among_settings(words, read):
