@@ -72,7 +72,8 @@ def whitened(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Minus the mean and over the standard deviation of the masked values; 0 elsewhere, and where all are equal."""
     values_N = values_BT[mask_BT]
     spread = values_N.std(correction=0)
-    return torch.where(mask_BT & (spread > 0), (values_BT - values_N.mean()) / spread, 0.0)
+    # Not > 0: of values that are not finite nothing must be left that looks like no advantage.
+    return torch.where(mask_BT & (spread != 0), (values_BT - values_N.mean()) / spread, 0.0)
 
 
 class Critic(ScalarModel):

@@ -54,6 +54,12 @@ def test_whitened_by_hand_and_equal_values_are_0():
     assert not whitened(double([[2.0, 2.0], [2.0, 9.0]]), mask).any()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_do_not_pass_for_no_advantage(value):
+    mask = torch.tensor([[True, True], [True, False]])
+    assert whitened(double([[1.0, value], [3.0, 99.0]]), mask).isnan().tolist() == mask.tolist()
+
+
 def test_a_value_is_of_the_prefix_and_sees_no_token_that_comes_after():
     critic, data = Critic(tiny(), CriticSettings()), rollouts()
     torch.nn.init.normal_(critic.head.weight)
