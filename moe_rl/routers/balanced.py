@@ -19,7 +19,8 @@ class Balanced(Router):
         expert_ids = topk(scores + bias)
         after each update: bias += speed * sign(mean load - load)       load: tokens seen in training since the last one
 
-    The catch: the bias moves the routing even where the weights stand still. Padding counts as load here.
+    The catch: the bias moves the routing even where the weights stand still. Padding counts as load here, so the bias
+    depends on how sequences are put into micro-batches.
     Source: arXiv 2408.15664 section 3.
     """
 
