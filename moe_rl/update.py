@@ -21,7 +21,7 @@ from moe_rl.policy_losses.base import PolicyLoss
 from moe_rl.records import LossOutput, PolicyBatch, Rollouts
 from moe_rl.replaying import replay
 from moe_rl.router_pressure import NO_PRESSURE, RouterPressure, router_outputs
-from moe_rl.routers.base import NATIVE, Router, moves_by_itself
+from moe_rl.routers.base import NATIVE, Router, counted
 from moe_rl.store import QUANTILES
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def take_update(
         forced = replay(model, old.routing, arm.keep) if old and arm.replay != "none" else contextlib.nullcontext()
         with forced as replaying:
             with contextlib.ExitStack() as stack:
-                # A variant that keeps count of the tokens knows training forwards by their gradient.
-                stack.enter_context(torch.set_grad_enabled(part.trained or moves_by_itself(router)))
+                stack.enter_context(torch.set_grad_enabled(part.trained))
+                stack.enter_context(counted(model, rollouts.attention_BS))
                 watched = pressure.on or arm.correction.needs_routers
                 seen = stack.enter_context(router_outputs(model)) if watched else []
                 scores = stack.enter_context(ranked_scores(model)) if old and old.scores else []
@@ -63,7 +63,7 @@ def take_update(
             if old is None:
                 part.old = old = OldView(logprobs_BT.detach(), entropy_BT)
             if not part.trained:
-                logprobs_BT = logprobs_BT.detach().requires_grad_()
+                logprobs_BT.requires_grad_()
             total, output, log_w_BT, told = objective(part, old, logprobs_BT, seen, arm, pressure, sizes)
             if old.scores:
                 share, learned = sizes.share(rollouts), teach(model, router, old.scores, scores, rollouts.attention_BS)

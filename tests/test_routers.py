@@ -12,7 +12,7 @@ from test_record import forward
 from moe_rl import discovery, record, replay
 from moe_rl.models.families import find_routers
 from moe_rl.routers.balanced import Balanced
-from moe_rl.routers.base import Router, changes_routing, install
+from moe_rl.routers.base import Router, changes_routing, counted, install
 from moe_rl.routers.binned import Binned
 from moe_rl.routers.expert_dropout import ExpertDropout
 from moe_rl.routers.learned_prior import LearnedPrior
@@ -267,7 +267,9 @@ def test_balanced_bias_by_hand():
     router = Balanced(speed=0.1)
     router.attach(module, 4, 2)
     scores = torch.tensor([[0.9, 0.8, 0.1, 0.0], [0.9, 0.1, 0.8, 0.0], [0.9, 0.8, 0.1, 0.0]])
-    assert router.select(scores, 2, module).tolist() == [[0, 1], [0, 2], [0, 1]]
+    chosen = router.select(scores, 2, module)
+    assert chosen.tolist() == [[0, 1], [0, 2], [0, 1]]
+    router.count(chosen, module)
     assert module.balance_load.tolist() == [3, 2, 1, 0]
     router.after_update(module)  # mean 1.5
     assert module.balance_bias.tolist() == pytest.approx([-0.1, -0.1, 0.1, 0.1])
@@ -276,14 +278,23 @@ def test_balanced_bias_by_hand():
     assert router.select(near, 2, module).tolist() == [[0, 2]]  # .8, .7, .75, .1
 
 
-def test_balanced_counts_only_forwards_with_gradient_and_counts_padding_too():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_d2_balanced_counts_the_real_tokens_of_training_forwards_once(checkpointing):
     model, (ids, mask) = tiny(), tokens()
     install(model, Balanced())
-    run(model, ids, mask)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
     router = find_routers(model)[0].module
-    assert not router.balance_load.any()
+    run(model, ids, mask)
     forward(model, ids, mask)
-    assert router.balance_load.sum() == 2 * ids.numel() > 2 * mask.sum()
+    assert not router.balance_load.any(), "neither sampling nor a cold start is a training forward"
+    with record(model) as recorder, counted(model, mask.bool()):
+        loss = model(input_ids=ids, attention_mask=mask).logits.sum()
+    loss.backward()
+    first = recorder.trace.expert_ids_BSLK[:, :, 0][mask.bool()]
+    assert router.balance_load.tolist() == torch.bincount(first.flatten().long(), minlength=8).tolist()
+    assert router.balance_load.sum() == 2 * mask.sum() < 2 * mask.numel()
 
 
 def test_balanced_moves_the_load_toward_uniform():
@@ -293,7 +304,8 @@ def test_balanced_moves_the_load_toward_uniform():
     router = find_routers(model)[0].module
 
     def excess():
-        forward(model, ids, mask)
+        with counted(model, mask.bool()):
+            forward(model, ids, mask)
         load = router.balance_load
         variant_excess = (load.max() / load.mean() - 1).item()
         variant.after_update(router)

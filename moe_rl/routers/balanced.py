@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.forwards import in_backward
 from moe_rl.routers.base import Router
 
 
@@ -17,10 +16,9 @@ class Balanced(Router):
     """Overloaded experts are made less likely to be chosen, idle ones more, without touching the gates.
 
         expert_ids = topk(scores + bias)
-        after each update: bias += speed * sign(mean load - load)       load: tokens seen in training since the last one
+        after each update: bias += speed * sign(mean load - load)       load: real tokens trained on since the last one
 
-    The catch: the bias moves the routing even where the weights stand still. Padding counts as load here, so the bias
-    depends on how sequences are put into micro-batches.
+    The catch: the bias moves the routing even where the weights stand still.
     Source: arXiv 2408.15664 section 3.
     """
 
@@ -36,10 +34,11 @@ class Balanced(Router):
         router.register_buffer("balance_load", torch.zeros(num_experts, device=device))
 
     def select(self, scores_NE: Tensor, top_k: int, router: Any) -> Tensor:
-        ids_NK = (scores_NE.detach() + router.balance_bias).topk(top_k, dim=-1).indices
-        if torch.is_grad_enabled() and not in_backward():  # recomputed in backward, a token is not another one
-            router.balance_load.add_(torch.bincount(ids_NK.flatten(), minlength=scores_NE.shape[-1]))
-        return ids_NK
+        return (scores_NE.detach() + router.balance_bias).topk(top_k, dim=-1).indices
+
+    def count(self, expert_ids_NK: Tensor, router: Any) -> None:
+        load: Tensor = router.balance_load
+        load.add_(torch.bincount(expert_ids_NK.flatten(), minlength=len(load)))
 
     def after_update(self, router: Any) -> None:
         load: Tensor = router.balance_load

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,9 @@ class Router:
 
         Called for every micro-batch of a step's second and later updates, once a router, without gradient.
         """
+
+    def count(self, expert_ids_NK: Tensor, router: Any) -> None:
+        """What was chosen for the real tokens of a training forward, prompts included; before `after_update`."""
 
     def after_update(self, router: Any) -> None:
         """Called after every gradient update, once a router."""
@@ -103,6 +107,22 @@ def learns(variant: Router) -> bool:
     return type(variant).learn is not Router.learn
 
 
+@contextlib.contextmanager
+def counted(model: nn.Module, real_BS: Tensor) -> Iterator[None]:
+    """Forwards in the block are training forwards of these tokens: variants count their choices, see `Router.count`.
+
+    Backward belongs behind the block: activation checkpointing runs the routers again there.
+    """
+    sites = find_routers(model)
+    try:
+        for site in sites:
+            vars(site.module)["real_N"] = real_BS.reshape(-1)
+        yield
+    finally:
+        for site in sites:
+            vars(site.module).pop("real_N", None)
+
+
 def install(model: nn.Module, variant: Router) -> Callable[[], None]:
     """Let `variant` choose in every router of `model`, until the returned function takes it and its state away.
 
@@ -150,7 +170,11 @@ def _install_on(site: RouterSite, variant: Router, chooses: bool, weighs: bool) 
         ranked: list[Tensor] | None = vars(site.module).get("ranked")  # see moe_rl.foresight.ranked_scores
         if ranked is not None:
             ranked.append(scores_NE.detach())
-        return variant.select(scores_NE, site.top_k, site.module)
+        ids_NK = variant.select(scores_NE, site.top_k, site.module)
+        real_N: Tensor | None = vars(site.module).get("real_N")
+        if real_N is not None:
+            variant.count(ids_NK[real_N], site.module)
+        return ids_NK
 
     def leave(selection: Selection | None, output: Any) -> Any:
         if not weighs:
