@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def settle(config: DictConfig, overrides: Iterable[str]) -> Experiment:
         config.lr_of_arm = {}
     if not rates:
         return experiment
-    if any(override.partition("=")[0].lstrip("+") == "optim.lr" for override in overrides):
+    if any(re.match(r"\+*optim(\.lr=|=.*\blr\s*:)", override) for override in overrides):
         raise ConfigError(
             "optim.lr is given and the study gives each arm its own; leave it out, or drop theirs by '~lr_of_arm'"
         )

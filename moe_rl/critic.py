@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.mini_batches import MicroBatch
-from moe_rl.records import Rollouts
+from moe_rl.records import NotFiniteError, Rollouts
 from moe_rl.scalar_model import ScalarModel
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ class Critic(ScalarModel):
         return whitened(advantages_BT, mask_BT), returns_BT
 
     def learn(self, batch: Sequence[MicroBatch], max_grad_norm: float) -> dict[str, float]:
-        """One step towards the returns of a mini-batch. Gives columns of the table `updates`."""
+        """One step towards the returns of a mini-batch. Gives columns of the table `updates`.
+
+        NotFiniteError where loss or gradient are not finite: the policy's advantages could no longer be believed.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         num_tokens = sum(int(part.rollouts.response_BT.sum()) for part in batch)
         errors, targets, total = [], [], 0.0
@@ -112,9 +115,10 @@ class Critic(ScalarModel):
             total += float(loss.detach())
             errors.append(errors_N.detach())
             targets.append(returns_N)
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_grad_norm or math.inf)
-        if math.isfinite(total) and math.isfinite(norm):
-            self.optimizer.step()
+        norm = float(nn.utils.clip_grad_norm_(self.parameters(), max_grad_norm or math.inf))
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            raise NotFiniteError(f"the critic's loss is {total}, its gradient norm {norm}")
+        self.optimizer.step()
         missed, spread = (float(torch.cat(values).var(correction=0)) for values in (errors, targets))
         return {"value_loss": total, "explained_variance": 1 - missed / spread if spread else math.nan}
 

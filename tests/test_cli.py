@@ -100,6 +100,7 @@ REFUSED = {
     "arm=gspo arm.advantage=gae": "gae gives each token an advantage of its own, Gspo takes one a sequence",
     "arm=gspo +lr_of_arm.grpo=1e-3": "lr_of_arm has no rate for gspo; add",
     "optim.lr=1e-3 +lr_of_arm.grpo=1e-3": "optim.lr is given and the study gives each arm its own",
+    "optim={lr:1} +lr_of_arm.grpo=1e-3": "optim.lr is given and the study gives each arm its own",
     "critic=null": "a group cannot be null; choose one of its options",
     "arm.policy_loss=null": "arm.policy_loss: null is no PolicyLoss",
     "router._target_=moe_rl.policy_losses.grpo.Grpo": "router: Grpo is no Router",

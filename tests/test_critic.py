@@ -126,6 +126,12 @@ def test_ppo_needs_no_group(tmp_path):
     assert all(math.isfinite(row["value_loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
+def test_a_run_whose_critic_stops_learning_ends_as_diverged(tmp_path):
+    e = dataclasses.replace(experiment(), arm=PPO, critic=CriticSettings(lr=1e30))
+    assert go(tmp_path, e) == "diverged"
+    assert "the critic's loss is inf" in read_json(tmp_path / "run" / "status.json")["reason"]
+
+
 def test_a_step_of_one_completion_has_no_spread_of_rewards(tmp_path):
     e = dataclasses.replace(experiment(), arm=PPO, steps=1, prompts=1, completions=1, updates=1)
     assert go(tmp_path, e) == "finished"
