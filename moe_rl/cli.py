@@ -25,7 +25,7 @@ from moe_rl.cold_start import ColdStartError
 from moe_rl.loggers.base import mirror
 from moe_rl.manual import known_settings, manual, nearest
 from moe_rl.routing_trace import RoutingError
-from moe_rl.store import StoreError, open_run, run_folder, settings_name
+from moe_rl.store import StoreError, open_run, run_folder, settings_name, state_of
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # What a user can put right. Anything else is a fault of the program and keeps its traceback.
@@ -84,7 +84,7 @@ def run_one(config: DictConfig, varied: dict[str, Any]) -> None:
     identity = settings.identity(config)
     with open_run(folder, identity, settings_name(varied)) as writer:
         if writer is None:
-            print(f"finished before: {folder}")
+            print(f"{state_of(folder)} before: {folder}")
             return
         if config.launch.progress:  # the first step is a while away
             begins = f"starts, {experiment.cold_start.steps} steps of cold start come first unless they are kept"
@@ -179,4 +179,5 @@ def train() -> None:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)
         unknown = isinstance(cause, ConfigKeyError | ConfigAttributeError)
-        fail(f"{key}: {cause}\n({_meant(key, unknown)})" if key else str(cause))
+        # Of a group that is meant below another one, Hydra goes on with advice that would not work.
+        fail(f"{key}: {cause}\n({_meant(key, unknown)})" if key else str(cause).partition("\nTo append to your")[0])

@@ -60,6 +60,7 @@ REFUSED = {
     "optim.lr=0": "optim.lr is 0.0; set it above 0",
     "optim.lr=-1": "optim.lr is -1.0; set it above 0",
     "stps=3": "stps",
+    "policy_loss=gspo": r"Did you mean to override policy_loss@arm.policy_loss\?\n$",
     "steps=0": "steps is 0; set it to 1 or more",
     "model.top_k=64": "top_k is 64, more than the 32 experts",
     "completions=1": "completions is 1.*2 or more",
@@ -443,6 +444,14 @@ def test_a_diverged_run_is_recorded_and_the_sweep_goes_on(tmp_path):
     runs = store.read_study(tmp_path / "d").runs.set_index("knobs").state
     assert sorted(runs) == ["diverged", "finished"]
     assert [state for knobs, state in runs.items() if "1e+30" in knobs] == ["diverged"]
+
+
+def test_a_run_that_has_diverged_is_called_so_when_it_is_launched_again(tmp_path, monkeypatch, capsys):
+    again = ["optim.lr=1e30", f"launch.results_dir={tmp_path}", "launch.progress=false", *SMALL]
+    assert [train_here(monkeypatch, capsys, *again)[1].partition(": ")[0] for _ in range(2)] == [
+        "diverged",
+        "diverged before",
+    ]
 
 
 def test_two_launches_of_one_study_at_once_leave_each_run_whole(sweep, tmp_path, monkeypatch, capsys):
