@@ -38,3 +38,4 @@ study router_training optim.trains=all optim.router_kl=1.0
 study engine_mismatch
 study side_by_side seed=0,1,2,3,4
 study replication_stress
+study replication_dense

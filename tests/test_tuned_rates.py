@@ -41,15 +41,19 @@ def test_the_replication_has_the_settings_of_methods_and_seeds_of_its_own():
     assert again | {"study_name": "methods"} == methods
 
 
-def test_the_replication_under_stress_is_side_by_side_with_other_seeds():
-    studies = [
+def test_the_replications_under_stress_are_side_by_side_with_other_seeds_and_without_experts():
+    first, again, dense = (
         yaml.safe_load((ROOT / "conf" / "study" / f"{name}.yaml").read_text())
-        for name in ("side_by_side", "replication_stress")
-    ]
-    arms, seeds = zip(*(study.pop("hydra")["sweeper"]["params"].values() for study in studies), strict=True)
+        for name in ("side_by_side", "replication_stress", "replication_dense")
+    )
+    arms, seeds = zip(
+        *(study.pop("hydra")["sweeper"]["params"].values() for study in (first, again, dense)), strict=True
+    )
     assert arms[0] == arms[1]
+    assert seeds[1] == seeds[2]
     assert not {"0", "1", "2", "3", "4"} & set(seeds[1].split(","))
-    assert studies[0] == studies[1] | {"study_name": "side_by_side"}
+    assert first == again | {"study_name": "side_by_side"}
+    assert dense == again | {"study_name": "replication_dense", "model": {"family": "dense"}}
 
 
 def test_arms_with_fewer_runs_that_have_ended_are_refused():
