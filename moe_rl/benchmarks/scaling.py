@@ -28,7 +28,7 @@ FORWARDS = {"plain": "plain forward", "record": "recorded forward", "replay": "r
 class Scaling:
     """The base of `scaling`, from which one setting at a time is doubled `doublings` times.
 
-    sequences: of a step, 4 to a prompt. tokens: of every response. updates: M; with 1 there is no old pass to measure.
+    sequences: of a step, 4 to a prompt. tokens: of every response. updates: M.
     A forward of the instrument has sequences x tokens. repeats: cycles of each setting, in turn, that are timed.
     """
 
@@ -66,13 +66,13 @@ def scaling(settings: Scaling) -> list[dict[str, Any]]:
     parts.
 
     Where cost is not proportional to size. Small forwards are bound by a fixed cost an operation, so a rollout, which
-    decodes one token a sequence at a time, hardly grows with sequences until there are hundreds; updates and old pass
-    come close to 1 there. In tokens a rollout is a little above 1, for each new token attends to more; what forwards
-    whole sequences stays below 1, for their prompts do not grow. Drift is measured on drift.rollouts sequences, however
-    many a step has, and on a probe that does not grow with responses. In layers, what is outside them stays: drawing
-    tokens, rewards, embedding and output head. Experts at fixed K add columns to the router, and a fixed cost for each
-    expert that is chosen: about x^0.15. Updates cut the same sequences into more and smaller forwards, and the old pass
-    leaves out the first of M mini-batches; drift, measured after each update, is proportional to M.
+    decodes one token a sequence at a time, hardly grows with sequences until there are hundreds; updates come close to
+    1 there. The old pass is next to nothing, for an exact sampler speaks for the old policy. In tokens a rollout is a
+    little above 1, for each new token attends to more; what forwards whole sequences stays below 1, for their prompts
+    do not grow. Drift is measured on drift.rollouts sequences, however many a step has, and on a probe that does not
+    grow with responses. In layers, what is outside them stays: drawing tokens, rewards, embedding and output head.
+    Experts at fixed K add columns to the router, and a fixed cost for each expert that is chosen: about x^0.15. Updates
+    cut the same sequences into more and smaller forwards; drift, measured after each update, is proportional to M.
     """
     turns: dict[tuple[str, int], list[dict[str, float]]] = {point: [] for point in points(settings)}
     with one_thread(), contextlib.ExitStack() as stack:
